@@ -1,0 +1,253 @@
+"""Megatron-style flags, and the dataclasses they become. The only place that knows argparse.
+
+Each flag that sets a field of a dataclass stands in one table row; a value the dataclass refuses ends the
+program with the flag's name in front of the dataclass's own words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_replay.config import (
+    LR_DECAY_STYLES,
+    TRANSFORMER_IMPLS,
+    GrpoConfig,
+    ModelOptions,
+    OptimizerOptions,
+    ReplayConfig,
+    SamplingConfig,
+)
+from megatron_replay.importance import ImportanceOptions
+from megatron_replay.ops.grpo_loss import GrpoLossOptions
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag that sets `field` of `target`; the default is the dataclass's own."""
+
+    target: type
+    field: str
+    name: str
+    help: str
+    type: type = float
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "replay": (
+        Flag(ReplayConfig, "replay_ratio", "--rl-replay-ratio", "replayed rollouts for each fresh one; 0 is plain GRPO"),
+        Flag(ReplayConfig, "priority", "--rl-replay-priority", "what a stored rollout is drawn by", str, ("abs-advantage", "group-std", "uniform")),
+        Flag(ReplayConfig, "composition", "--rl-replay-composition", "fresh-anchored: all of the fresh batch and a draw; pool: one draw from both", str, ("fresh-anchored", "pool")),
+        Flag(ReplayConfig, "priority_alpha", "--rl-replay-alpha", "exponent of the priority"),
+        Flag(ReplayConfig, "priority_eps", "--rl-replay-eps", "added to |advantage| before the exponent"),
+        Flag(ReplayConfig, "tau_max", "--rl-replay-tau-max", "largest age, in steps, at which a rollout is still drawn", int),
+        Flag(ReplayConfig, "warmup_steps", "--rl-replay-warmup-steps", "steps without replay at the start", int),
+        Flag(ReplayConfig, "capacity", "--rl-replay-capacity", "rollouts kept over all ranks; the oldest go first", int),
+        Flag(ReplayConfig, "with_replacement", "--rl-replay-with-replacement", "draw with replacement", bool),
+        Flag(GrpoConfig, "old_logprobs", "--rl-replay-old-logprobs", "whose log-probs at birth the ratio is taken against", str, ("engine", "recomputed")),
+    ),
+    "grpo": (
+        Flag(GrpoConfig, "prompts_per_step", "--grpo-prompts-per-step", "prompts of a step, over all ranks", int),
+        Flag(GrpoConfig, "group_size", "--grpo-group-size", "rollouts of a prompt", int),
+        Flag(GrpoConfig, "iterations", "--grpo-iterations", "updates on each collected batch", int),
+        Flag(GrpoConfig, "advantage_std", "--rl-advantage-std", "what an advantage is divided by; none is Dr. GRPO", str, ("population", "sample", "none")),
+        Flag(GrpoLossOptions, "clip_eps_low", "--grpo-clamp-eps-lower", "the ratio is clipped below 1 - this"),
+        Flag(GrpoLossOptions, "clip_eps_high", "--grpo-clamp-eps-upper", "the ratio is clipped above 1 + this"),
+        Flag(GrpoLossOptions, "kl_beta", "--grpo-kl-beta", "weight of the KL divergence from the --load-hf model; 0 is off"),
+        Flag(GrpoLossOptions, "entropy_weight", "--grpo-entropy-term-weight", "weight of the entropy bonus; 0 is off"),
+        Flag(GrpoLossOptions, "dual_clip", "--rl-dual-clip", "bound, times |A|, on the loss of a negative advantage; not set is off"),
+        Flag(GrpoLossOptions, "ratio_level", "--rl-ratio-level", "token, or sequence (GSPO)", str, ("token", "sequence")),
+        Flag(GrpoLossOptions, "objective", "--rl-loss-objective", "clip (PPO), or cispo", str, ("clip", "cispo")),
+        Flag(GrpoLossOptions, "kl_estimator", "--rl-kl-estimator", "estimator of the KL divergence", str, ("k1", "k2", "k3")),
+        Flag(GrpoLossOptions, "log_ratio_clamp", "--rl-log-ratio-clamp", "log-ratios are clamped to +- this before exp"),
+        Flag(GrpoLossOptions, "aggregation", "--rl-loss-aggregation", "how token losses add up", str, ("token-mean", "sequence-mean", "fixed-length")),
+        Flag(GrpoLossOptions, "fixed_length", "--rl-loss-fixed-length", "tokens that fixed-length divides by", int),
+        Flag(ImportanceOptions, "enabled", "--rl-inference-logprobs-is-correction", "weigh a rollout by trainer / engine probability at birth", bool),
+        Flag(ImportanceOptions, "cap", "--rl-importance-sampling-truncation-coef", "bound on that weight"),
+        Flag(ImportanceOptions, "mode", "--rl-importance-sampling-mode", "what happens above the bound: set to it, or to 0", str, ("truncate", "mask")),
+    ),
+    "sampling": (
+        Flag(SamplingConfig, "max_response_length", "--rl-max-response-length", "tokens of a response, final EOS included", int),
+        Flag(SamplingConfig, "temperature", "--rl-default-temperature", "sampling temperature, of the log-probs too"),
+        Flag(SamplingConfig, "top_p", "--rl-default-top-p", "nucleus sampling; below 1 it biases the ratios"),
+        Flag(SamplingConfig, "top_k", "--rl-default-top-k", "top-k sampling; above 0 it biases the ratios", int),
+        Flag(SamplingConfig, "allow_truncated_sampling", "--rl-allow-truncated-sampling", "accept top-p below 1 or top-k above 0", bool),
+    ),
+    "optimizer": (
+        Flag(OptimizerOptions, "lr", "--lr", "learning rate"),
+        Flag(OptimizerOptions, "min_lr", "--min-lr", "where the decay ends"),
+        Flag(OptimizerOptions, "lr_decay_style", "--lr-decay-style", "shape of the decay", str, LR_DECAY_STYLES),
+        Flag(OptimizerOptions, "lr_warmup_iters", "--lr-warmup-iters", "updates of linear warm-up", int),
+        Flag(OptimizerOptions, "lr_decay_iters", "--lr-decay-iters", "updates until min-lr; default: all of them", int),
+        Flag(OptimizerOptions, "weight_decay", "--weight-decay", "decoupled weight decay"),
+        Flag(OptimizerOptions, "adam_beta1", "--adam-beta1", "Adam's first moment"),
+        Flag(OptimizerOptions, "adam_beta2", "--adam-beta2", "Adam's second moment"),
+        Flag(OptimizerOptions, "adam_eps", "--adam-eps", "Adam's epsilon"),
+        Flag(OptimizerOptions, "clip_grad", "--clip-grad", "bound on the gradient norm; 0 is off"),
+        Flag(OptimizerOptions, "use_distributed_optimizer", "--use-distributed-optimizer", "shard optimizer state over data-parallel ranks", bool),
+    ),
+    "model": (
+        Flag(ModelOptions, "transformer_impl", "--transformer-impl", "layers; auto is Transformer Engine on CUDA where installed", str, TRANSFORMER_IMPLS),
+        Flag(ModelOptions, "sequence_parallel", "--sequence-parallel", "shard activations over tensor-parallel ranks between layers", bool),
+        Flag(ModelOptions, "make_vocab_size_divisible_by", "--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this", int),
+        Flag(ModelOptions, "recompute_activations", "--recompute-activations", "recompute layers in the backward pass", bool),
+    ),
+}  # fmt: skip
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="GRPO with rollout-level, advantage-prioritized replay on Megatron-core. Start it with torchrun.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = lambda line: line.split("#")[0].split()  # type: ignore[method-assign]
+    run = parser.add_argument_group("run")
+    run.add_argument("--run-dir", required=True, help="folder for metrics, pictures, summary and checkpoints")
+    run.add_argument("--train-iters", type=int, required=True, help="steps of the outer loop")
+    run.add_argument("--seed", type=int, default=1234, help="keys every random number of the run")
+    run.add_argument("--save", help="folder of the checkpoints; default: RUN_DIR/checkpoints")
+    run.add_argument(
+        "--save-interval", type=int, default=50, help="steps between checkpoints; one is always written at the end"
+    )
+    run.add_argument("--load", help="folder of checkpoints to resume from")
+    run.add_argument(
+        "--rl-replay-allow-empty-buffer", action="store_true", help="resume although the stored rollouts are missing"
+    )
+    run.add_argument(
+        "--eval-prompts", type=int, default=256, help="held-out prompts, evaluated before and after; 0 is off"
+    )
+    run.add_argument("--eval-samples", type=int, default=4, help="samples of each held-out prompt")
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--tensor-model-parallel-size", type=int, default=1, help="tensor parallelism")
+    layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline parallelism")
+    layout.add_argument(
+        "--context-parallel-size", type=int, default=1, help="only 1: the loss is not split over context ranks"
+    )
+    layout.add_argument(
+        "--distributed-timeout-minutes", type=int, default=10, help="a collective that takes longer ends the run"
+    )
+    model = parser.add_argument_group("model and data")
+    model.add_argument(
+        "--load-hf", required=True, help="Hugging Face checkpoint folder: the initial and the reference model"
+    )
+    model.add_argument(
+        "--tokenizer-type", default="HuggingFaceTokenizer", help="SentencePieceTokenizer or HuggingFaceTokenizer"
+    )
+    model.add_argument("--tokenizer-model", help=".model file, or folder; default: the --load-hf folder")
+    model.add_argument(
+        "--seq-length", type=int, required=True, help="tokens of the longest prompt and response together"
+    )
+    model.add_argument(
+        "--micro-batch-size", type=int, default=1, help="a packed microbatch holds this times --seq-length tokens"
+    )
+    model.add_argument("--bf16", action="store_true", help="train in bfloat16 (float32 master weights)")
+    model.add_argument("--fp16", action="store_true", help="train in float16 with loss scaling")
+    model.add_argument("--rl-task", default="sort-digits", help="sort-digits, jsonl, or reasoning-gym:NAME")
+    model.add_argument("--data-path", help="JSONL file of training prompts")
+    model.add_argument("--heldout-data-path", help="JSONL file of held-out prompts")
+    model.add_argument("--rl-engine", default="embedded", choices=("embedded",), help="where rollouts are sampled")
+    model.add_argument(
+        "--rl-generation-batch-size", type=int, default=256, help="rows that the embedded engine samples at once"
+    )
+    model.add_argument("--rl-loss-chunk-tokens", type=int, default=1024, help="tokens whose logits exist at one time")
+    model.add_argument(
+        "--rl-kernel-backend", default="auto", choices=("auto", "reference"), help="implementation of the kernels"
+    )
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add(group, flag)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and check what no dataclass checks. Ends the program (code 2) on a bad value."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    positive = (
+        "save_interval", "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes",
+        "seq_length", "micro_batch_size", "rl_generation_batch_size", "rl_loss_chunk_tokens", "eval_samples",
+        "make_vocab_size_divisible_by",
+    )  # fmt: skip
+    for name in positive:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.eval_prompts < 0:
+        parser.error(f"--eval-prompts must be at least 0, got {args.eval_prompts}")
+    if args.context_parallel_size != 1:
+        parser.error(f"--context-parallel-size must be 1, got {args.context_parallel_size}")
+    if args.bf16 and args.fp16:
+        parser.error("--bf16 and --fp16 exclude each other")
+    if args.rl_max_response_length >= args.seq_length:
+        parser.error(
+            f"--seq-length must hold a prompt and --rl-max-response-length {args.rl_max_response_length}, "
+            f"got {args.seq_length}"
+        )
+    # the dataclasses check the rest: a bad value ends here, before any process group starts
+    grpo_config(args)
+    optimizer_options(args)
+    return args
+
+
+def grpo_config(args: argparse.Namespace) -> GrpoConfig:
+    sampling = _build(SamplingConfig, args, seed=args.seed)
+    return _build(
+        GrpoConfig,
+        args,
+        train_iters=args.train_iters,
+        seed=args.seed,
+        replay=_build(ReplayConfig, args),
+        loss=_build(GrpoLossOptions, args),
+        importance=_build(ImportanceOptions, args),
+        sampling=sampling,
+    )
+
+
+def optimizer_options(args: argparse.Namespace) -> OptimizerOptions:
+    return _build(OptimizerOptions, args, total_updates=args.train_iters * args.grpo_iterations)
+
+
+def model_options(args: argparse.Namespace) -> ModelOptions:
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return _build(ModelOptions, args, dtype=dtype)
+
+
+def _add(group: Any, flag: Flag) -> None:
+    field = next(f for f in dataclasses.fields(flag.target) if f.name == flag.field)
+    if flag.type is bool:
+        group.add_argument(flag.name, action="store_true", help=flag.help)
+        return
+    required = field.default is dataclasses.MISSING
+    group.add_argument(
+        flag.name,
+        type=flag.type,
+        choices=flag.choices,
+        required=required,
+        default=None if required else field.default,
+        help=flag.help,
+    )
+
+
+def _build(target: type[C], args: argparse.Namespace, **more: Any) -> C:
+    """The dataclass from its flags; a refused value ends the program and names the flag."""
+    flags = {f.field: f for group in FLAGS.values() for f in group if f.target is target}
+    try:
+        return target(**{name: getattr(args, f.dest) for name, f in flags.items()}, **more)
+    except ValueError as error:
+        field = str(error).split()[0]
+        name = flags[field].name if field in flags else f"--{field.replace('_', '-')}"
+        build_parser().error(f"{name}: {error}")

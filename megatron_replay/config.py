@@ -1,0 +1,183 @@
+"""Settings of the method as small frozen dataclasses.
+
+Every check raises a ValueError whose message begins with the field's name and carries the value;
+`arguments.py` puts the flag in front of it. Nothing here knows argparse, torch.distributed or megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from megatron_replay.importance import ImportanceOptions
+from megatron_replay.ops.grpo_loss import GrpoLossOptions
+
+AdvantageStd = Literal["population", "sample", "none"]
+ReplayPriority = Literal["abs-advantage", "group-std", "uniform"]
+ReplayComposition = Literal["fresh-anchored", "pool"]
+OldLogprobs = Literal["engine", "recomputed"]
+TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+
+
+def require(condition: bool, name: str, value: Any, needs: str) -> None:
+    """Raise `ValueError("<name> <needs>, got <value>")` unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name} {needs}, got {value!r}")
+
+
+def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    require(value in choices, name, value, f"must be one of {', '.join(map(str, choices))}")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What is kept of past rollouts and how it is drawn again.
+
+    A stored rollout i is drawn with probability P(i) ~ (|A_i| + priority_eps) ** priority_alpha while
+    step - birth_step <= tau_max. Ages are counted in steps of the outer loop.
+    """
+
+    replay_ratio: float = 0.5  # replayed rollouts per fresh rollout; 0 is plain GRPO
+    priority: ReplayPriority = "abs-advantage"
+    composition: ReplayComposition = "fresh-anchored"
+    priority_alpha: float = 0.5
+    priority_eps: float = 1e-6
+    tau_max: int = 10
+    warmup_steps: int = 20
+    capacity: int = 30_000  # rollouts, summed over the data-parallel shards
+    with_replacement: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.replay_ratio >= 0, "replay_ratio", self.replay_ratio, "must be at least 0")
+        require_choice("priority", self.priority, ("abs-advantage", "group-std", "uniform"))
+        require_choice("composition", self.composition, ("fresh-anchored", "pool"))
+        require(self.priority_alpha >= 0, "priority_alpha", self.priority_alpha, "must be at least 0")
+        require(self.priority_eps > 0, "priority_eps", self.priority_eps, "must be positive")
+        require(self.tau_max >= 1, "tau_max", self.tau_max, "must be at least 1 step")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")
+        require(self.capacity >= 1, "capacity", self.capacity, "must be at least 1 rollout")
+
+    @property
+    def enabled(self) -> bool:
+        return self.replay_ratio > 0 or self.composition == "pool"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the engine samples. Behavior log-probs are those of logits / temperature."""
+
+    max_response_length: int = 1024  # tokens, final EOS included
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    allow_truncated_sampling: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_response_length >= 1, "max_response_length", self.max_response_length, "must be at least 1 token"
+        )
+        require(self.temperature > 0, "temperature", self.temperature, "must be positive")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
+        require(self.top_k >= 0, "top_k", self.top_k, "must be at least 0 (0 is off)")
+        allowed = self.allow_truncated_sampling
+        why = (
+            "renormalises the behavior log-probs on the kept tokens, which biases every ratio by the kept mass; "
+            "set allow_truncated_sampling to accept that"
+        )
+        require(allowed or self.top_p == 1, "top_p", self.top_p, f"below 1 {why}")
+        require(allowed or self.top_k == 0, "top_k", self.top_k, f"above 0 {why}")
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """One run of the method: what is collected each step, how it is scored, replayed and trained on."""
+
+    train_iters: int
+    prompts_per_step: int
+    group_size: int
+    iterations: int = 1  # updates per collected batch
+    advantage_std: AdvantageStd = "population"
+    old_logprobs: OldLogprobs = "engine"
+    seed: int = 1234
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    loss: GrpoLossOptions = field(default_factory=GrpoLossOptions)
+    importance: ImportanceOptions = field(default_factory=ImportanceOptions)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        require(self.train_iters >= 0, "train_iters", self.train_iters, "must be at least 0")
+        require(self.prompts_per_step >= 1, "prompts_per_step", self.prompts_per_step, "must be at least 1")
+        require(
+            self.group_size >= 2,
+            "group_size",
+            self.group_size,
+            "must be at least 2 (a group of one has no relative advantage)",
+        )
+        require(self.iterations >= 1, "iterations", self.iterations, "must be at least 1")
+        require_choice("advantage_std", self.advantage_std, ("population", "sample", "none"))
+        require_choice("old_logprobs", self.old_logprobs, ("engine", "recomputed"))
+        require(
+            not self.importance.enabled or self.old_logprobs == "recomputed",
+            "old_logprobs",
+            self.old_logprobs,
+            "must be recomputed where the log-probs are corrected for the engine (with the engine's own there is no gap)",
+        )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the shape is built: precision, layer implementation, memory."""
+
+    dtype: torch.dtype = torch.float32
+    transformer_impl: str = "auto"
+    sequence_parallel: bool = False
+    make_vocab_size_divisible_by: int = 128
+    recompute_activations: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("transformer_impl", self.transformer_impl, TRANSFORMER_IMPLS)
+        require(
+            self.make_vocab_size_divisible_by >= 1,
+            "make_vocab_size_divisible_by",
+            self.make_vocab_size_divisible_by,
+            "must be at least 1",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Adam and its learning-rate schedule, counted in updates."""
+
+    lr: float
+    total_updates: int
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_warmup_iters: int = 0
+    lr_decay_iters: int | None = None
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "lr", self.lr, "must be at least 0")
+        require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must be between 0 and lr {self.lr}")
+        require_choice("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
+        require(
+            0 <= self.lr_warmup_iters < self.decay_updates,
+            "lr_warmup_iters",
+            self.lr_warmup_iters,
+            f"must be below the {self.decay_updates} updates of the decay",
+        )
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
+        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must be at least 0")
+
+    @property
+    def decay_updates(self) -> int:
+        return max(1, self.total_updates if self.lr_decay_iters is None else self.lr_decay_iters)

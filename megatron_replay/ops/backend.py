@@ -1,0 +1,68 @@
+"""THE dispatch point: which implementation of an op runs on a device.
+
+An implementation is a module, named by one row of `IMPLEMENTATIONS` and imported when it is first used, so that a
+missing compiler or extension costs nothing to those who do not use it. All modules of one op offer the same functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+Backend = Literal["reference", "triton", "cuda"]
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
+    "token_logprob": {"reference": "megatron_replay.ops.token_logprob_reference"},
+    "grpo_loss": {"reference": "megatron_replay.ops.grpo_loss_reference"},
+    "priority_draw": {"reference": "megatron_replay.ops.priority_draw_reference"},
+}
+FASTEST_FIRST: tuple[Backend, ...] = ("cuda", "triton", "reference")
+
+
+def resolve(op: str, requested: str | None, device: torch.device | str) -> Backend:
+    """The backend that runs `op` on `device`.
+
+    None takes the fastest one that is registered and runs there. Triton's interpreter (TRITON_INTERPRET=1) is for
+    tests: it runs on a CPU when asked for by name, and is never chosen.
+
+    Raises ValueError for an op or backend that does not exist, RuntimeError for a request that cannot run.
+    """
+    if op not in IMPLEMENTATIONS:
+        raise ValueError(f"op must be one of {', '.join(IMPLEMENTATIONS)}, got {op!r}")
+    device = torch.device(device)
+    if requested is None:
+        on_cpu = device.type == "cpu"
+        usable = [b for b in FASTEST_FIRST if _obstacle(op, b, device) is None and not (on_cpu and b != "reference")]
+        if not usable:
+            raise RuntimeError(f"backend: no implementation of {op} runs on {device}")
+        return usable[0]
+    for backend in BACKENDS:
+        if backend == requested:
+            if (why := _obstacle(op, backend, device)) is not None:
+                raise RuntimeError(f"backend {backend} cannot run {op} on {device}: {why}")
+            return backend
+    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {requested!r}")
+
+
+def load(op: str, backend: Backend) -> ModuleType:
+    """The module that implements `op`; an import error is the caller's to see."""
+    return importlib.import_module(IMPLEMENTATIONS[op][backend])
+
+
+def _obstacle(op: str, backend: Backend, device: torch.device) -> str | None:
+    """Why the backend cannot run the op on the device, or None."""
+    if backend not in IMPLEMENTATIONS[op]:
+        return f"it is not registered (there is {', '.join(IMPLEMENTATIONS[op])})"
+    if backend == "reference":
+        return None
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return "it needs a CUDA device"
+    needs = "triton" if backend == "triton" else "megatron_replay._C"
+    return None if importlib.util.find_spec(needs) is not None else f"the module {needs} is not installed"

@@ -1,0 +1,368 @@
+"""The clipped GRPO loss of packed rollouts: options, value, derivative and statistics.
+
+Dims: T tokens (packed), N rollouts, B age buckets, K = len(STATS), M = len(MAXIMA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_replay.ops import backend as backends
+
+RatioLevel = Literal["token", "sequence"]
+Objective = Literal["clip", "cispo"]
+KlEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token-mean", "sequence-mean", "fixed-length"]
+
+# sums over trained tokens or rollouts: microbatches and ranks add them
+STATS = (
+    "tokens",
+    "rollouts",
+    "ratio_sum",
+    "clipped_low",
+    "clipped_high",
+    "dual_clipped",
+    "log_ratio_clamped",
+    "abs_log_ratio_sum",
+    "abs_log_ratio_outliers",
+    "kl_sum",
+    "behavior_kl_sum",
+    "entropy_sum",
+    "seq_ratio_sum",
+    "seq_ratio_sq_sum",
+    "advantage_abs_sum",
+)
+# microbatches and ranks take the larger
+MAXIMA = ("ratio_max", "abs_log_ratio_max")
+
+
+def _require(condition: bool, name: str, value: Any, needs: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} {needs}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class GrpoLossOptions:
+    """Which loss `grpo_loss` computes; the equations stand there.
+
+    Raises ValueError, beginning with the field's name, for a value outside its range.
+    """
+
+    clip_eps_low: float = 0.2
+    clip_eps_high: float = 0.28
+    dual_clip: float | None = None  # caps the loss of A < 0 at dual_clip * |A|; None is off
+    ratio_level: RatioLevel = "token"  # "sequence" is GSPO
+    objective: Objective = "clip"  # "cispo" clips the weight of a policy gradient that reaches every token
+    kl_beta: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    entropy_weight: float = 0.0  # a bonus: the loss falls as the entropy rises
+    log_ratio_clamp: float = 20.0  # the log-ratio is held in [-clamp, clamp] before exp; no gradient outside
+    aggregation: Aggregation = "token-mean"
+    fixed_length: int | None = None  # the denominator per rollout of "fixed-length" (Dr. GRPO)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.clip_eps_low < 1, "clip_eps_low", self.clip_eps_low, "must be in [0, 1)")
+        _require(
+            0 <= self.clip_eps_high < float("inf"), "clip_eps_high", self.clip_eps_high, "must be finite, at least 0"
+        )
+        _require(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "must be above 1, or None")
+        _require(
+            self.dual_clip is None or self.objective == "clip",
+            "dual_clip",
+            self.dual_clip,
+            "needs objective clip (the weight of cispo is already bounded)",
+        )
+        for name, choices in (
+            ("ratio_level", ("token", "sequence")),
+            ("objective", ("clip", "cispo")),
+            ("kl_estimator", ("k1", "k2", "k3")),
+            ("aggregation", ("token-mean", "sequence-mean", "fixed-length")),
+        ):
+            _require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        _require(0 <= self.kl_beta < float("inf"), "kl_beta", self.kl_beta, "must be finite, at least 0")
+        _require(abs(self.entropy_weight) < float("inf"), "entropy_weight", self.entropy_weight, "must be finite")
+        # exp(80) still fits float32
+        _require(0 < self.log_ratio_clamp <= 80, "log_ratio_clamp", self.log_ratio_clamp, "must be in (0, 80]")
+        if self.aggregation == "fixed-length":
+            _require(
+                self.fixed_length is not None and self.fixed_length >= 1,
+                "fixed_length",
+                self.fixed_length,
+                "must be at least 1 token with aggregation fixed-length",
+            )
+        else:
+            _require(self.fixed_length is None, "fixed_length", self.fixed_length, "needs aggregation fixed-length")
+
+
+class GrpoLossTerms(NamedTuple):
+    """loss 0-d, dlogprob [T], dentropy [T] or None where entropy_weight is 0; stats [B, K], maxima [B, M] float64."""
+
+    loss: Tensor
+    dlogprob: Tensor
+    dentropy: Tensor | None
+    stats: Tensor
+    maxima: Tensor
+
+
+class GrpoLoss(NamedTuple):
+    """loss 0-d, differentiable; stats [B, K] and maxima [B, M] float64, detached."""
+
+    loss: Tensor
+    stats: Tensor
+    maxima: Tensor
+
+
+def rollout_loss_weights(
+    response_lengths: Tensor, total_tokens: int | Tensor, total_rollouts: int | Tensor, options: GrpoLossOptions
+) -> Tensor:
+    """[N] float32: what one trained token of rollout i weighs in the loss.
+
+    token-mean 1 / total_tokens; sequence-mean 1 / (length_i total_rollouts); fixed-length
+    1 / (fixed_length total_rollouts). response_lengths [N] counts trained tokens; the totals are those of the whole
+    step, over all ranks and microbatches, as ints or 0-d tensors. A length or total of 0 gives weight 0.
+    """
+    length = response_lengths.double()
+    if options.aggregation == "token-mean":
+        denominator = torch.ones_like(length) * total_tokens
+    elif options.aggregation == "sequence-mean":
+        denominator = length * total_rollouts
+    else:
+        denominator = torch.full_like(length, float(options.fixed_length or 0)) * total_rollouts
+    trained = (length > 0) & (denominator > 0)
+    return torch.where(trained, 1 / torch.where(trained, denominator, 1), 0).float()
+
+
+def grpo_loss_terms(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantage: Tensor,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor,
+    loss_weight: Tensor,
+    options: GrpoLossOptions,
+    *,
+    entropy: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    importance_weight: Tensor | None = None,
+    age: Tensor | None = None,
+    age_buckets: int = 1,
+    backend: str | None = None,
+) -> GrpoLossTerms:
+    """The loss and its derivative in closed form, outside autograd.
+
+    For trained token t of rollout i, with C = log_ratio_clamp, x_t = policy_t - behavior_t and A = advantage_i:
+
+        r_t    = exp(clamp(x_t, -C, C)), or with ratio_level "sequence" exp(clamp(mean of x over rollout i, -C, C))
+        clip:    pg_t = -min(r A, clamp(r, 1 - clip_eps_low, 1 + clip_eps_high) A),  at most dual_clip |A| where A < 0
+        cispo:   pg_t = -sg(clamp(r, 1 - clip_eps_low, 1 + clip_eps_high)) A policy_t
+        kl_t   : u = clamp(reference_t - policy_t, -C, C);  k1 = -u,  k2 = u^2 / 2,  k3 = exp(u) - u - 1
+        loss   = sum_t loss_weight_i (importance_weight_i pg_t + kl_beta kl_t - entropy_weight entropy_t)
+
+    A clamp to [-C, C] passes no gradient outside. policy_logprobs [T] floating, behavior_logprobs, reference_logprobs,
+    entropy [T]; loss_mask [T] bool; advantage, loss_weight (`rollout_loss_weights`), importance_weight [N]; age [N]
+    int64 in steps; cu_seqlens [N+1] int32. What the T-vectors hold where the mask is False never matters, nor what the
+    N-vectors hold for rollouts without a trained token. Tokens past cu_seqlens[-1] are padding.
+
+    stats and maxima have one row per age bucket clamp(age, 0, age_buckets - 1), columns STATS and MAXIMA:
+    clipped_low and clipped_high count tokens whose gradient the clip removed (cispo: whose weight it changed),
+    log_ratio_clamped tokens whose ratio or reference difference met C, abs_log_ratio_* use |x_t| itself,
+    kl_sum the chosen estimator, behavior_kl_sum k3 of the behavior against the policy, seq_ratio_sum and
+    seq_ratio_sq_sum the rollouts' exp(clamp(sum of x, -C, C)) and its square, advantage_abs_sum |A| per rollout.
+
+    Arithmetic is float32, or float64 for float64 policy_logprobs. Raises ValueError for wrong shapes, dtypes, and
+    inputs that the options need and that are missing; RuntimeError for a backend that cannot run.
+    Source: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO clip-higher (2503.14476), GSPO (2507.18071),
+    CISPO (2506.13585), Dr. GRPO (2503.20783), the KL estimators of Schulman, "Approximating KL divergence" (2020).
+    """
+    check_inputs(
+        policy_logprobs,
+        behavior_logprobs,
+        advantage,
+        cu_seqlens,
+        loss_mask,
+        loss_weight,
+        options,
+        entropy=entropy,
+        reference_logprobs=reference_logprobs,
+        importance_weight=importance_weight,
+        age=age,
+        age_buckets=age_buckets,
+    )
+    chosen = backends.resolve("grpo_loss", backend, policy_logprobs.device)
+    with torch.no_grad():
+        return backends.load("grpo_loss", chosen).grpo_loss_terms(
+            policy_logprobs,
+            behavior_logprobs,
+            advantage,
+            cu_seqlens,
+            loss_mask,
+            loss_weight,
+            options,
+            entropy=entropy,
+            reference_logprobs=reference_logprobs,
+            importance_weight=importance_weight,
+            age=age,
+            age_buckets=age_buckets,
+        )
+
+
+def grpo_loss(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantage: Tensor,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor,
+    loss_weight: Tensor,
+    options: GrpoLossOptions,
+    *,
+    entropy: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    importance_weight: Tensor | None = None,
+    age: Tensor | None = None,
+    age_buckets: int = 1,
+    backend: str | None = None,
+) -> GrpoLoss:
+    """`grpo_loss_terms` under autograd: a loss differentiable, once, in policy_logprobs and entropy.
+
+    Arguments, equations and errors are those of `grpo_loss_terms`. A microbatch with no trained token has loss 0 with
+    a graph and gradients 0, so every rank can call backward.
+    """
+    terms = grpo_loss_terms(
+        policy_logprobs,
+        behavior_logprobs,
+        advantage,
+        cu_seqlens,
+        loss_mask,
+        loss_weight,
+        options,
+        entropy=entropy,
+        reference_logprobs=reference_logprobs,
+        importance_weight=importance_weight,
+        age=age,
+        age_buckets=age_buckets,
+        backend=backend,
+    )
+    loss = with_gradients(terms.loss, (policy_logprobs, entropy), (terms.dlogprob, terms.dentropy))
+    return GrpoLoss(loss, terms.stats, terms.maxima)
+
+
+def check_inputs(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantage: Tensor,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor,
+    loss_weight: Tensor,
+    options: GrpoLossOptions,
+    *,
+    entropy: Tensor | None,
+    reference_logprobs: Tensor | None,
+    importance_weight: Tensor | None,
+    age: Tensor | None,
+    age_buckets: int,
+) -> None:
+    """Raise ValueError unless these are arguments of `grpo_loss_terms`."""
+    t, n = policy_logprobs.numel(), advantage.numel()
+    _check("policy_logprobs", policy_logprobs, (t,), policy_logprobs)
+    _check("behavior_logprobs", behavior_logprobs, (t,), policy_logprobs)
+    _check("advantage", advantage, (n,), policy_logprobs)
+    _check("cu_seqlens", cu_seqlens, (n + 1,), policy_logprobs, torch.int32)
+    _check("loss_mask", loss_mask, (t,), policy_logprobs, torch.bool)
+    _check("loss_weight", loss_weight, (n,), policy_logprobs)
+    for name, x, size, dtype in (
+        ("entropy", entropy, t, None),
+        ("reference_logprobs", reference_logprobs, t, None),
+        ("importance_weight", importance_weight, n, None),
+        ("age", age, n, torch.int64),
+    ):
+        if x is not None:
+            _check(name, x, (size,), policy_logprobs, dtype)
+    _require(age_buckets >= 1, "age_buckets", age_buckets, "must be at least 1")
+    if reference_logprobs is None and options.kl_beta > 0:
+        raise ValueError(f"reference_logprobs must be given with kl_beta {options.kl_beta}, got None")
+    if entropy is None and options.entropy_weight != 0:
+        raise ValueError(f"entropy must be given with entropy_weight {options.entropy_weight}, got None")
+    if cu_seqlens.device.type == "cpu":
+        _check_bounds(cu_seqlens, loss_mask)
+
+
+def summarize_stats(stats: Tensor, maxima: Tensor) -> dict[str, float]:
+    """Names and means of one row of stats [K] and maxima [M], or of all rows of [B, K] and [B, M] together.
+
+    ess is the effective sample size of the rollouts as a fraction: (sum w)^2 / (n sum w^2), w the sequence ratios.
+    Without tokens everything is 0. Copies to the CPU once.
+    """
+    if stats.shape[-1] != len(STATS) or stats.dim() > 2:
+        raise ValueError(f"stats must be [{len(STATS)}] or [B, {len(STATS)}], got {list(stats.shape)}")
+    if maxima.shape != (*stats.shape[:-1], len(MAXIMA)):
+        raise ValueError(f"maxima must be {[*stats.shape[:-1], len(MAXIMA)]}, got {list(maxima.shape)}")
+    if stats.dim() == 2:
+        stats, maxima = stats.sum(0), maxima.amax(0)
+    values = torch.cat([stats.double(), maxima.double()]).tolist()
+    s = dict(zip(STATS + MAXIMA, values, strict=True))
+    tokens, rollouts = max(s["tokens"], 1.0), max(s["rollouts"], 1.0)
+    weight_sq = rollouts * s["seq_ratio_sq_sum"]
+    return {
+        "tokens": s["tokens"],
+        "rollouts": s["rollouts"],
+        "ratio_mean": s["ratio_sum"] / tokens,
+        "ratio_max": s["ratio_max"],
+        "clip_fraction": (s["clipped_low"] + s["clipped_high"]) / tokens,
+        "clip_fraction_low": s["clipped_low"] / tokens,
+        "clip_fraction_high": s["clipped_high"] / tokens,
+        "dual_clip_fraction": s["dual_clipped"] / tokens,
+        "log_ratio_clamp_fraction": s["log_ratio_clamped"] / tokens,
+        "logprob_abs_diff_mean": s["abs_log_ratio_sum"] / tokens,
+        "logprob_abs_diff_max": s["abs_log_ratio_max"],
+        "logprob_outlier_count": s["abs_log_ratio_outliers"],
+        "kl_mean": s["kl_sum"] / tokens,
+        "behavior_kl_mean": s["behavior_kl_sum"] / tokens,
+        "entropy_mean": s["entropy_sum"] / tokens,
+        "ess": s["seq_ratio_sum"] ** 2 / weight_sq if weight_sq > 0 else 0.0,
+        "advantage_abs_mean": s["advantage_abs_sum"] / rollouts,
+    }
+
+
+def with_gradients(loss: Tensor, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Tensor:
+    """The value `loss` as a function of `inputs` whose derivatives are known; backward only scales them."""
+    return _KnownGradients.apply(loss, tuple(gradients), *inputs)
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        return loss.detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *(None if g is None else (g * dloss).to(dtype) for g, dtype in pairs)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Shape, device and dtype (any floating point where None)."""
+    if x is None:
+        raise ValueError(f"{name} must be a tensor {list(shape)}, got None")
+    if x.shape != shape or x.device != like.device:
+        raise ValueError(f"{name} must be {list(shape)} on {like.device}, got {list(x.shape)} on {x.device}")
+    if x.dtype != dtype if dtype is not None else not x.is_floating_point():
+        raise ValueError(f"{name} must be {dtype or 'floating point'}, got {x.dtype}")
+
+
+def _check_bounds(cu_seqlens: Tensor, loss_mask: Tensor) -> None:
+    """On the CPU only: on a GPU the look would cost a synchronisation."""
+    t = loss_mask.numel()
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last > t or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {t}, got {cu_seqlens.tolist()}")
+    if bool(loss_mask[last:].any()):
+        raise ValueError(f"loss_mask must be False past cu_seqlens[-1] = {last}, got True")

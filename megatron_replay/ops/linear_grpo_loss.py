@@ -1,0 +1,241 @@
+"""Language-model head and GRPO loss in one, in token chunks: the logits are never whole.
+
+Dims: T tokens (packed), N rollouts, H hidden, V vocabulary (true, unpadded), Vp its shard on this rank, c tokens of a
+chunk, B age buckets, K = len(STATS), M = len(MAXIMA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_replay.ops import backend as backends
+from megatron_replay.ops.grpo_loss import GrpoLossOptions, GrpoLossTerms, check_inputs, with_gradients
+from megatron_replay.ops.token_logprob import TokenLogprob, VocabShard
+
+
+class LinearGrpoLoss(NamedTuple):
+    """loss 0-d, differentiable; logprobs, entropy [T], stats [B, K], maxima [B, M], detached."""
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    stats: Tensor
+    maxima: Tensor
+
+
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    behavior_logprobs: Tensor,
+    advantage: Tensor,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor,
+    loss_weight: Tensor,
+    options: GrpoLossOptions,
+    *,
+    reference_logprobs: Tensor | None = None,
+    importance_weight: Tensor | None = None,
+    age: Tensor | None = None,
+    age_buckets: int = 1,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    chunk_tokens: int = 1024,
+    backend: str | None = None,
+) -> LinearGrpoLoss:
+    """grpo_loss(token_logprob(hidden @ weight.T, target), ...) with the logits memory of one chunk.
+
+    hidden [T, H] and weight [Vp, H] of one dtype; the remaining arguments are those of `token_logprob` and
+    `grpo_loss_terms`, whose equations hold. The derivative of the loss in a token's log-prob is known as soon as that
+    log-prob is, so each chunk's logits turn into their gradient in place, and into
+
+        dhidden [c, H] = dlogits @ weight,    dweight [Vp, H] += dlogits.T @ hidden   (float32 sum over chunks)
+
+    in the forward pass: three matrix products and no recomputation; backward scales by the incoming gradient. With
+    ratio_level "sequence" a token's derivative needs its whole rollout, and the logits are computed twice. Without a
+    gradient to compute (torch.no_grad, or inputs that need none) only log-probs are.
+
+    With `tp_group`, hidden is the same on every rank of the group and weight is its shard of the vocabulary.
+    dweight belongs to the shard; DHIDDEN IS THE PARTIAL SUM OF THIS SHARD: the caller's mapping must reduce it over
+    the group (Megatron: copy_to_tensor_model_parallel_region around hidden, or the sequence-parallel gather).
+    loss, logprobs, entropy and stats are equal on all ranks. Hidden states of tokens without a coefficient (masked, or
+    clipped with no other term) reach no gradient, whatever they hold.
+
+    Raises ValueError for wrong shapes, dtypes and ranges; float16 is refused, since its gradients would underflow
+    before the loss scale reaches them. RuntimeError for a backend that cannot run.
+    Source: the chunked gradient in the forward pass is that of Liger Kernel (Hsu et al., arXiv 2410.10989).
+    """
+    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, tp_group, chunk_tokens, backend)
+    if hidden.dtype == torch.float16:
+        raise ValueError(
+            f"hidden must be bfloat16, float32 or float64 (float16 gradients underflow), got {hidden.dtype}"
+        )
+
+    result = _empty_result(hidden)
+    check_inputs(
+        result.logprob,
+        behavior_logprobs,
+        advantage,
+        cu_seqlens,
+        loss_mask,
+        loss_weight,
+        options,
+        entropy=result.entropy,
+        reference_logprobs=reference_logprobs,
+        importance_weight=importance_weight,
+        age=age,
+        age_buckets=age_buckets,
+    )
+    module = backends.load("grpo_loss", backends.resolve("grpo_loss", backend, hidden.device))
+
+    def terms(at: slice) -> GrpoLossTerms:
+        return module.grpo_loss_terms(
+            result.logprob[at],
+            behavior_logprobs[at],
+            advantage,
+            (cu_seqlens - at.start).clamp(0, at.stop - at.start),
+            loss_mask[at],
+            loss_weight,
+            options,
+            entropy=result.entropy[at],
+            reference_logprobs=None if reference_logprobs is None else reference_logprobs[at],
+            importance_weight=importance_weight,
+            age=age,
+            age_buckets=age_buckets,
+        )
+
+    head = _Head(hidden, weight, shard, chunk_tokens)
+    one_pass = head.wants_gradient and options.ratio_level == "token"
+    with torch.no_grad():
+        for at, logits in head.chunks():
+            chunk = shard.forward(logits, target[at])
+            _store(result, at, chunk)
+            if one_pass:
+                # of a part of a rollout only the derivatives are right; value and statistics come from `total`
+                known = terms(at)
+                head.add_gradient(at, logits, target, result, known.dlogprob, known.dentropy)
+        total = terms(slice(0, hidden.shape[0]))
+        if head.wants_gradient and not one_pass:
+            for at, logits in head.chunks():
+                dentropy = None if total.dentropy is None else total.dentropy[at]
+                head.add_gradient(at, logits, target, result, total.dlogprob[at], dentropy)
+    loss = with_gradients(total.loss, (hidden, weight), (head.dhidden, head.dweight))
+    return LinearGrpoLoss(loss, result.logprob, result.entropy, total.stats, total.maxima)
+
+
+def linear_token_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    chunk_tokens: int = 1024,
+    backend: str | None = None,
+) -> TokenLogprob:
+    """token_logprob(hidden @ weight.T, target) without a gradient, with the logits memory of one chunk.
+
+    hidden [T, H], weight [Vp, H]; the other arguments and the errors are those of `token_logprob`.
+    """
+    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, tp_group, chunk_tokens, backend)
+    with torch.no_grad():
+        result = _empty_result(hidden)
+        for at, logits in _Head(hidden, weight, shard, chunk_tokens).chunks():
+            _store(result, at, shard.forward(logits, target[at]))
+    return result
+
+
+class _Head:
+    """Logits of token chunks in one reused buffer, and the sums dhidden [T, H] and dweight [Vp, H] of their gradients.
+
+    dweight is float32 at least. Either sum is None where its input needs no gradient.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_tokens: int) -> None:
+        grad = torch.is_grad_enabled()
+        self._hidden, self._weight, self._shard = hidden.detach(), weight.detach(), shard
+        self._buffer = weight.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])
+        self.dhidden = torch.zeros_like(self._hidden) if grad and hidden.requires_grad else None
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.dweight = torch.zeros_like(self._weight, dtype=sum_dtype) if grad and weight.requires_grad else None
+        self.wants_gradient = self.dhidden is not None or self.dweight is not None
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk and its logits [c, Vp], valid until the next one; the consumer may overwrite them."""
+        total, step = self._hidden.shape[0], self._buffer.shape[0]
+        for start in range(0, total, max(step, 1)):
+            at = slice(start, min(start + step, total))
+            yield at, torch.mm(self._hidden[at], self._weight.T, out=self._buffer[: at.stop - at.start])
+
+    def add_gradient(
+        self,
+        at: slice,
+        logits: Tensor,
+        target: Tensor,
+        result: TokenLogprob,
+        dlogprob: Tensor,
+        dentropy: Tensor | None,
+    ) -> None:
+        """Turn the chunk's logits into dlogits, in place, and those into its part of dhidden and dweight."""
+        chunk = TokenLogprob(*(x[at] for x in result))
+        dlogits = self._shard.backward(logits, target[at], chunk, dlogprob, dentropy, out=logits)
+        # the products leave out padded columns and inactive tokens: 0 times a NaN there would be NaN
+        words = slice(0, self._shard.valid_columns(logits))
+        dlogits = dlogits[:, words]
+        if self.dhidden is not None:
+            torch.mm(dlogits, self._weight[words], out=self.dhidden[at])
+        if self.dweight is not None:
+            active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+            self.dweight[words] += dlogits.T @ torch.where(active[:, None], self._hidden[at], 0)
+
+
+def _empty_result(hidden: Tensor) -> TokenLogprob:
+    rows = hidden.new_empty(3, hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return TokenLogprob(*rows)
+
+
+def _store(result: TokenLogprob, at: slice, chunk: TokenLogprob) -> None:
+    for whole, part in zip(result, chunk, strict=True):
+        whole[at] = part
+
+
+def _shard(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    vocab_size: int | None,
+    temperature: float,
+    tp_group: dist.ProcessGroup | None,
+    chunk_tokens: int,
+    backend: str | None,
+) -> VocabShard:
+    if hidden.dim() != 2 or not hidden.is_floating_point():
+        raise ValueError(f"hidden must be floating point [T, H], got {hidden.dtype} {list(hidden.shape)}")
+    like = (hidden.dtype, hidden.device)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or (weight.dtype, weight.device) != like:
+        got = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        raise ValueError(f"weight must be {like[0]} [Vp, {hidden.shape[1]}] on {like[1]}, got {got}")
+    if target.shape != hidden.shape[:1] or target.device != hidden.device:
+        got = f"{list(target.shape)} on {target.device}"
+        raise ValueError(f"target must be [{hidden.shape[0]}] on {hidden.device}, got {got}")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    return VocabShard.of(
+        weight.shape[0],
+        target,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        tp_group=tp_group,
+        backend=backend,
+    )

@@ -1,0 +1,78 @@
+"""What a step collected and drew, in numbers that are equal on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from megatron_replay.replay_buffer import Draw
+
+from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.rollout import Completion, RolloutBatch
+
+
+def score(
+    completions: Sequence[Completion], rewards: Sequence[float | None], step: int
+) -> tuple[RolloutBatch, dict[str, int]]:
+    """Completions with finite log-probs and rewards as a batch; the others are dropped and counted."""
+    usable = [(c, r) for c, r in zip(completions, rewards, strict=True) if c.problem() is None]
+    kept = [(c, float(r)) for c, r in usable if r is not None and math.isfinite(r)]
+    counts = {
+        "rollouts": len(completions),
+        "dropped_logprobs": len(completions) - len(usable),
+        "dropped_rewards": len(usable) - len(kept),
+        "truncated": sum(c.finish_reason == "length" for c in completions),
+    }
+    return RolloutBatch.from_completions([c for c, _ in kept], [r for _, r in kept], step), counts
+
+
+def step_metrics(
+    rollouts: RolloutBatch, fresh: RolloutBatch, counts: dict[str, int], group: DataParallelGroup
+) -> dict[str, float]:
+    """Rewards and response lengths of one step over all ranks. Raises ValueError if no reward was usable."""
+    lengths, correct = rollouts.response_lengths.double(), rollouts.reward > 0.5
+    local = [
+        *map(float, counts.values()),
+        float(len(rollouts)),
+        float(rollouts.reward.double().sum()),
+        float(lengths.sum()),
+        float(correct.sum()),
+        float(lengths[correct].sum()),
+        float(len(fresh)),
+    ]
+    sums = group.sum(torch.tensor(local, dtype=torch.float64)).tolist()
+    n, no_logprob, no_reward, truncated, usable, reward, tokens, n_correct, correct_tokens, n_fresh = sums
+    if usable == 0:
+        raise ValueError(
+            f"reward must be a finite number for some rollout of a step, got none of {int(n)}: "
+            f"{int(no_reward)} without a finite reward, {int(no_logprob)} without finite log-probs"
+        )
+    return {
+        "reward_mean": reward / usable,
+        "response_length": tokens / usable,
+        "response_length_correct": correct_tokens / max(1.0, n_correct),
+        "response_length_incorrect": (tokens - correct_tokens) / max(1.0, usable - n_correct),
+        "truncated_fraction": truncated / n,
+        "dropped_rewards": no_reward,
+        "dropped_logprobs": no_logprob,
+        "fresh/rollouts_generated": n,
+        "fresh/informative_fraction": n_fresh / usable,
+        "replay/degenerate_step": float(n_fresh == 0),
+    }
+
+
+def draw_metrics(draw: Draw, step: int, group: DataParallelGroup) -> dict[str, float | str]:
+    """Size, ages and identity of one draw. `draw_hash` does not depend on the layout or the order of the draw."""
+    age = (step - draw.batch.birth_step).double()
+    total = float(group.sum(age.sum().reshape(1)))
+    oldest = int(group.max(torch.tensor([int(age.max()) if len(age) else 0])))
+    size = draw.uids.numel()
+    return {
+        "replay/draw_size": float(size),
+        "replay/draw_requested": float(draw.requested),
+        "replay/age_mean": total / max(1, size),
+        "replay/age_max": float(oldest),
+        "replay/draw_hash": hashlib.sha256(draw.uids.sort().values.numpy().tobytes()).hexdigest()[:16],
+    }

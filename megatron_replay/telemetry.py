@@ -1,0 +1,153 @@
+"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard, curves.png, summary.json. Rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class PhaseTimer:
+    """Seconds spent in the named parts of a step since the last `drain`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def drain(self) -> dict[str, float]:
+        """{"time/NAME": seconds}; the counts start again."""
+        out = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        return out
+
+
+class RunLog:
+    """The run folder of one run. A resumed run drops the rows its checkpoint has not seen and goes on."""
+
+    def __init__(self, folder: str | Path, *, start_step: int, total_steps: int, enabled: bool = True) -> None:
+        self.folder = Path(folder)
+        self.enabled = enabled
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in read_metrics(self.folder) if row["step"] < start_step]
+        with open(self.folder / METRICS_FILE, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._file = open(self.folder / METRICS_FILE, "a", buffering=1)  # noqa: SIM115 - closed in close()
+        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start_step)
+        self._bar = tqdm(total=total_steps, initial=start_step, desc="replay GRPO", unit="step", dynamic_ncols=True)
+
+    def update(self, step: int, iteration: int, metrics: dict[str, Any]) -> None:
+        """One row: an update of the policy."""
+        if not self.enabled:
+            return
+        self._file.write(json.dumps({"step": step, "iteration": iteration, **metrics}) + "\n")
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                self._board.add_scalar(name, value, step)
+        self._bar.update(step + 1 - self._bar.n)
+        self._bar.set_postfix_str(progress_text(metrics))
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        if self.enabled:
+            self._bar.write(text)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Numbers beside the updates, such as held-out accuracy, in TensorBoard alone."""
+        if self.enabled:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self, summary: dict[str, Any] | None = None) -> None:
+        """Finish the files; with a summary, write summary.json and draw curves.png."""
+        if not self.enabled:
+            return
+        self._bar.close()
+        self._file.close()
+        self._board.close()
+        if summary is not None:
+            draw_curves(read_metrics(self.folder), summary, self.folder / "curves.png")
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of FOLDER/metrics.jsonl; a last line cut off by a kill is left out, any other bad line raises."""
+    path = Path(folder) / METRICS_FILE
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number} is not JSON: {line[:80]!r}") from error
+    return rows
+
+
+def progress_text(metrics: dict[str, Any]) -> str:
+    """reward, share of replayed rollouts, their mean age, and seconds per phase."""
+    seconds = " ".join(
+        f"{name[5:]} {value:.2f}" for name, value in metrics.items() if name.startswith("time/") and value >= 0.005
+    )
+    share, age = metrics.get("replay/fraction", 0.0), metrics["replay/age_mean"]
+    return f"reward {metrics['reward_mean']:.3f}, replay {share:.0%}, age {age:.1f}, seconds: {seconds}"
+
+
+def draw_curves(rows: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
+    """Six small plots over the steps: reward, loss and gradient norm, ages, ratios, clipping, time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def series(name: str) -> tuple[list[int], list[float]]:
+        found = [(r["step"], r[name]) for r in rows if name in r]
+        return [s for s, _ in found], [v for _, v in found]
+
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
+    plots = [
+        ("reward", [("reward_mean", "fresh rollouts, training prompts")]),
+        ("gradient norm", [("grad_norm", "before clipping")]),
+        ("replay", [("replay/age_mean", "mean age [steps]"), ("replay/age_max", "oldest [steps]")]),
+        ("effective sample size", [("fresh/ess", "fresh"), ("replay/ess", "replay")]),
+        ("clipped tokens", [("fresh/clip_fraction", "fresh"), ("replay/clip_fraction", "replay")]),
+        ("seconds per step", [(f"time/{p}", p) for p in ("generate", "reward", "draw", "train", "sync")]),
+    ]
+    for axis, (title, lines) in zip(axes.flat, plots, strict=True):
+        for name, label in lines:
+            steps, values = series(name)
+            axis.plot(steps, values, label=label, linewidth=1.0)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    axes[0, 0].scatter(
+        [0, max(r["step"] for r in rows) if rows else 0], [before, after], color="black", zorder=3, label="held out"
+    )
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle(
+        f"held-out accuracy {before:.3f} -> {after:.3f}, {summary['fresh_rollouts']} fresh and "
+        f"{summary['replayed_rollouts']} replayed rollouts, TP{summary['tensor_parallel']} "
+        f"PP{summary['pipeline_parallel']} DP{summary['data_parallel']}, {summary['seconds']:.0f} s"
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

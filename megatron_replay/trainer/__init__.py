@@ -1,0 +1,1 @@
+"""The Megatron-core trainer: the only folder that imports megatron.core."""

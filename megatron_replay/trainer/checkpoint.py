@@ -1,0 +1,209 @@
+"""Checkpoints of a whole run: weights and optimizer (torch_dist, reshardable), buffer shards, and the run's state.
+
+    SAVE/latest_checkpointed_iteration.txt
+    SAVE/iter_0000050/weights/...                               megatron-core torch_dist
+    SAVE/iter_0000050/replay_buffer_00000_of_00002.safetensors  one for each data-parallel rank
+    SAVE/iter_0000050/run.json                                  step, prompt cursor, schedule, identity, counters
+    SAVE/iter_0000050/manifest.json                             every file's size, and sha256 of what we write
+
+A checkpoint is written beside its place, then renamed, then named by the latest-file: a run killed at any
+moment leaves the last good one. Loading checks the manifest first; a missing or damaged part is an error that
+names it. Every random number of the method is keyed by (seed, step, uid), so the seed and the counters are its
+whole random state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as ps
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron_replay.replay_buffer import RolloutReplayBuffer
+from safetensors.torch import load_file, save_file
+
+from megatron_replay.trainer.optimizer import unwrap
+from megatron_replay.trainer.policy import MegatronPolicy
+
+FORMAT_VERSION = 1
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+@dataclasses.dataclass
+class RunState:
+    """What continues a run beside weights, optimizer and buffer. `fixed` must be the same in the run that resumes."""
+
+    step: int  # the next step to run
+    cursor: int  # prompts taken so far
+    fixed: dict[str, Any]
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def save(folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer, state: RunState) -> Path:
+    """Write iteration `state.step` and make it the latest. Every rank calls it."""
+    root = Path(folder)
+    final = root / f"iter_{state.step:07d}"
+    partial = final.with_suffix(".partial")
+    groups = policy.groups
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "weights").mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial / "weights"))
+    if groups.writes_shard:
+        name = f"replay_buffer_{groups.data_rank:05d}_of_{groups.data_size:05d}.safetensors"
+        save_file(buffer.state_dict(), partial / name)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        run = {
+            "format_version": FORMAT_VERSION,
+            "scheduler": policy.scheduler.state_dict(),
+            **dataclasses.asdict(state),
+        }
+        run["data_parallel"] = groups.data_size
+        run["distributed_optimizer"] = _is_distributed(policy)
+        (partial / "run.json").write_text(json.dumps(run, indent=1))
+        _write_manifest(partial)
+        replaced = final.with_suffix(".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _write_atomically(root / LATEST, str(state.step))
+        shutil.rmtree(replaced, ignore_errors=True)
+    dist.barrier()
+    return final
+
+
+def load(
+    folder: str | Path,
+    policy: MegatronPolicy,
+    buffer: RolloutReplayBuffer,
+    fixed: dict[str, Any],
+    *,
+    allow_empty_buffer: bool = False,
+) -> RunState:
+    """Fill policy and buffer from the latest iteration of `folder`, on this run's layout.
+
+    `fixed` names what must not differ (flag -> value): a difference is a ValueError with both values.
+    """
+    iteration = latest(folder)
+    _check_manifest(iteration, allow_empty_buffer)
+    run = json.loads((iteration / "run.json").read_text())
+    if run["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"--load {iteration}: format_version must be {FORMAT_VERSION}, got {run['format_version']}")
+    for name, value in fixed.items():
+        saved = run["fixed"].get(name)
+        if saved != value:
+            raise ValueError(f"--load {iteration} was written with {name} {saved!r}, got {value!r}")
+    if run["distributed_optimizer"] != _is_distributed(policy):
+        raise ValueError(
+            f"--load {iteration} was written {'with' if run['distributed_optimizer'] else 'without'} "
+            f"--use-distributed-optimizer, got the opposite"
+        )
+    _load_weights(iteration / "weights", policy)
+    # the schedule is rebuilt from this run's flags, so that --train-iters can be raised; only its place is restored
+    policy.scheduler.num_steps = 0
+    policy.scheduler.step(run["scheduler"]["num_steps"])
+
+    shards = sorted(iteration.glob("replay_buffer_*_of_*.safetensors"))
+    if len(shards) == run["data_parallel"]:
+        buffer.load_state_dict([load_file(x) for x in shards])
+    return RunState(run["step"], run["cursor"], run["fixed"], run["counters"])
+
+
+def latest(folder: str | Path) -> Path:
+    """The newest complete iteration. Raises ValueError when there is none: a resume is never a fresh start."""
+    root = Path(folder)
+    if not (root / LATEST).is_file():
+        raise ValueError(f"--load must name a folder with a checkpoint, got {str(folder)!r} without {LATEST}")
+    text = (root / LATEST).read_text().strip()
+    if not text.isdigit():
+        raise ValueError(f"--load {root / LATEST} must hold an iteration number, got {text!r}")
+    iteration = root / f"iter_{int(text):07d}"
+    if not iteration.is_dir():
+        raise ValueError(f"--load {root / LATEST} names iteration {text}, and {iteration} is missing")
+    return iteration
+
+
+def _sharded_state(policy: MegatronPolicy, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    weights = unwrap(policy.model).sharded_state_dict(metadata=metadata)
+    optimizer = policy.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": optimizer}
+
+
+def _load_weights(folder: Path, policy: MegatronPolicy) -> None:
+    for inner in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        if isinstance(inner, DistributedOptimizer):
+            # torch's AdamW has no state before its first step, and state_dict needs one `step` for all
+            inner._init_optimizer_states_with_dummy_values()
+    state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
+    result = unwrap(policy.model).load_state_dict(state["model"], strict=False)
+    missing = [k for k in result.missing_keys if not k.endswith("_extra_state")]
+    if missing or result.unexpected_keys:
+        raise ValueError(f"--load {folder} is of another model: missing {missing}, unexpected {result.unexpected_keys}")
+    policy.optimizer.load_state_dict(state["optimizer"])
+
+
+def _is_distributed(policy: MegatronPolicy) -> bool:
+    inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    return any(isinstance(x, DistributedOptimizer) for x in inner)
+
+
+def _write_manifest(folder: Path) -> None:
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        entry: dict[str, Any] = {"bytes": path.stat().st_size}
+        if path.parent == folder:
+            entry["sha256"] = _sha256(path)
+        files[str(path.relative_to(folder))] = entry
+    _write_atomically(folder / "manifest.json", json.dumps(files, indent=1))
+
+
+def _check_manifest(folder: Path, allow_empty_buffer: bool) -> None:
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ValueError(f"--load {folder} is incomplete: manifest.json is missing")
+    for name, entry in json.loads(path.read_text()).items():
+        part = folder / name
+        if not part.is_file():
+            if allow_empty_buffer and name.startswith("replay_buffer_"):
+                continue
+            hint = " (--rl-replay-allow-empty-buffer goes on without it)" if name.startswith("replay_buffer_") else ""
+            raise ValueError(f"--load {folder} is incomplete: {name} is missing{hint}")
+        if part.stat().st_size != entry["bytes"]:
+            raise ValueError(
+                f"--load {folder} is damaged: {name} has {part.stat().st_size} bytes, {entry['bytes']} were written"
+            )
+        if "sha256" in entry and _sha256(part) != entry["sha256"]:
+            raise ValueError(f"--load {folder} is damaged: the checksum of {name} differs")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,172 @@
+"""What Megatron's pipeline schedule calls for each microbatch: GPTModel forward, then the chunked GRPO head.
+
+The last stage never builds the logits of a pack: GPTModel hands its hidden states to an output processor,
+which keeps the rows that predict a trained token and runs linear_grpo_loss on them.
+
+Dims: T tokens of a pack, R its trained rows, n its rollouts, H hidden, Vp vocabulary shard, A age buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
+from torch import Tensor
+
+from megatron_replay.ops.grpo_loss import GrpoLossOptions
+from megatron_replay.trainer.attention import PackedSequences
+from megatron_replay.trainer.packing import PackedMicrobatch
+from megatron_replay.trainer.parallel import ParallelGroups
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs of one microbatch, beside the pack. Per row [R] or per rollout [n]."""
+
+    behavior_logprobs: Tensor  # [R] float32
+    advantage: Tensor  # [n] float32
+    loss_weight: Tensor  # [n] float32, weight of each trained token: 1 / (global denominator)
+    importance_weight: Tensor  # [n] float32
+    age: Tensor  # [n] int64
+    reference_logprobs: Tensor | None = None  # [R] float32
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Constants of the LM head and the loss."""
+
+    loss: GrpoLossOptions
+    vocab_size: int  # true size, without padding
+    temperature: float
+    chunk_tokens: int
+    age_buckets: int
+    backend: str | None = None
+
+
+@dataclass
+class LossReport:
+    """Sums over the microbatches of one update, on the last stage."""
+
+    loss: Tensor | None = None
+    stats: Tensor | None = None  # [A, K]
+    maxima: Tensor | None = None  # [A, M]
+
+    def add(self, loss: Tensor, stats: Tensor, maxima: Tensor) -> None:
+        if self.loss is None or self.stats is None or self.maxima is None:
+            self.loss, self.stats, self.maxima = loss.clone(), stats, maxima
+        else:
+            self.loss = self.loss + loss
+            self.stats = self.stats + stats
+            self.maxima = torch.maximum(self.maxima, maxima)
+
+
+@dataclass
+class TrainForwardStep:
+    """forward_step_func of an update. The data iterator yields (PackedMicrobatch, LossInputs)."""
+
+    groups: ParallelGroups
+    head: HeadOptions
+    report: LossReport = field(default_factory=LossReport)
+
+    def __call__(
+        self, data: Iterator[tuple[PackedMicrobatch, LossInputs]], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        pack, inputs = next(data)
+        put = _to(self.groups.device)
+
+        def grpo_head(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+            rows = put(pack.rows)
+            out = linear_grpo_loss(
+                _trained_hidden(hidden_states, rows, output_layer, self.groups),
+                output_layer.weight if output_weight is None else output_weight,
+                put(pack.targets),
+                put(inputs.behavior_logprobs),
+                put(inputs.advantage),
+                put(pack.cu_rows),
+                torch.ones_like(rows, dtype=torch.bool),
+                put(inputs.loss_weight),
+                self.head.loss,
+                reference_logprobs=None if inputs.reference_logprobs is None else put(inputs.reference_logprobs),
+                importance_weight=put(inputs.importance_weight),
+                age=put(inputs.age),
+                age_buckets=self.head.age_buckets,
+                **_vocabulary(self.head, output_layer, output_weight, self.groups),
+            )
+            self.report.add(out.loss.detach(), out.stats, out.maxima)
+            return out.loss
+
+        def loss_func(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            # the weights are already divided by the global counts, so the schedule has nothing to divide
+            return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
+
+        return _run(model, pack, grpo_head, self.groups), loss_func
+
+
+@dataclass
+class LogprobForwardStep:
+    """forward_step_func of a forward-only pass: float32 log-probs [R] of each pack's targets."""
+
+    groups: ParallelGroups
+    head: HeadOptions
+
+    def __call__(self, data: Iterator[PackedMicrobatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        pack = next(data)
+        put = _to(self.groups.device)
+
+        def logprob_head(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+            return linear_token_logprob(
+                _trained_hidden(hidden_states, put(pack.rows), output_layer, self.groups),
+                output_layer.weight if output_weight is None else output_weight,
+                put(pack.targets),
+                **_vocabulary(self.head, output_layer, output_weight, self.groups),
+            ).logprob
+
+        def collect(logprobs: Tensor, non_loss_data: bool = True) -> Tensor:
+            return logprobs
+
+        return _run(model, pack, logprob_head, self.groups), collect
+
+
+def _run(model: torch.nn.Module, pack: PackedMicrobatch, head: Callable[..., Tensor], groups: ParallelGroups) -> Tensor:
+    put = _to(groups.device)
+    position_ids = put(pack.position_ids)
+    packed = PackedSequences.build(put(pack.cu_seqlens), position_ids.squeeze(0), pack.max_seqlen)
+    return model(put(pack.input_ids), position_ids, None, packed_seq_params=packed, output_processor=head)
+
+
+def _trained_hidden(hidden_states: Tensor, rows: Tensor, output_layer: Any, groups: ParallelGroups) -> Tensor:
+    """Hidden states [T or T/TP, 1, H] -> [R, H] on every tensor-parallel rank.
+
+    Each rank's head returns the gradient of its vocabulary shard; the mappings sum those in the backward pass.
+    """
+    if output_layer.sequence_parallel:
+        whole = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=True, group=groups.tensor
+        )
+        return whole.squeeze(1)[rows]
+    return copy_to_tensor_model_parallel_region(hidden_states.squeeze(1)[rows], group=groups.tensor)
+
+
+def _vocabulary(
+    head: HeadOptions, output_layer: Any, output_weight: Tensor | None, groups: ParallelGroups
+) -> dict[str, Any]:
+    weight = output_layer.weight if output_weight is None else output_weight
+    return {
+        "vocab_start": groups.tensor_rank * weight.size(0),
+        "vocab_size": head.vocab_size,
+        "temperature": head.temperature,
+        "tp_group": groups.tensor if groups.tensor_size > 1 else None,
+        "chunk_tokens": head.chunk_tokens,
+        "backend": head.backend,
+    }
+
+
+def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Weights between the trainer's sharded Megatron layout and full Hugging Face names and shapes."""

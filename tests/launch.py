@@ -1,0 +1,39 @@
+"""Start real multi-process runs from tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "pretrain_replay_grpo.py"
+
+
+def command(processes: int, script: Path, *args: object) -> list[str]:
+    """A torchrun command line; --standalone takes a free port, so runs side by side do not meet."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, str(script), *map(str, args)]
+
+
+def environment() -> dict[str, str]:
+    """One thread a process; none of the variables a surrounding torchrun may have set."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def torchrun(processes: int, script: Path, *args: object, timeout: float = 300) -> str:
+    """Run to the end; returns stdout and stderr together. A failed run raises with the end of its output."""
+    done = subprocess.run(
+        command(processes, script, *args),
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"exit code {done.returncode} of {script.name} {args}\n{done.stdout[-4000:]}")
+    return done.stdout

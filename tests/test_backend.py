@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from megatron_replay.ops import backend as backends
+
+OP = "token_logprob"
+
+
+@pytest.fixture
+def with_triton_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {**backends.IMPLEMENTATIONS[OP], "triton": "megatron_replay.ops.token_logprob_triton"}
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, rows)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names that importlib finds; everything else is absent."""
+    names: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
+    return names
+
+
+def test_every_op_has_a_reference() -> None:
+    assert {"token_logprob", "grpo_loss", "priority_draw"} <= set(backends.IMPLEMENTATIONS)
+    for op in backends.IMPLEMENTATIONS:
+        assert backends.resolve(op, None, "cpu") == "reference"
+        assert backends.resolve(op, "reference", torch.device("cpu")) == "reference"
+
+
+def test_loads_the_named_module() -> None:
+    assert callable(backends.load("token_logprob", "reference").token_logprob_backward)
+    assert callable(backends.load("grpo_loss", "reference").grpo_loss_terms)
+
+
+def test_import_errors_propagate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, {"reference": "megatron_replay.ops.not_there"})
+    with pytest.raises(ModuleNotFoundError, match="not_there"):
+        backends.load(OP, "reference")
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match=r"^op must be one of .*got 'softmax'"):
+        backends.resolve("softmax", None, "cpu")
+    with pytest.raises(ValueError, match=r"^backend must be one of .*got 'tritn'"):
+        backends.resolve(OP, "tritn", "cpu")
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_explicit_request_that_is_not_registered(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, {"reference": "x"})
+    with pytest.raises(RuntimeError, match=rf"^backend {backend} cannot run {OP} on cuda: it is not registered"):
+        backends.resolve(OP, backend, "cuda")
+
+
+@pytest.mark.usefixtures("with_triton_row")
+def test_explicit_request_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match=rf"^backend triton cannot run {OP} on cpu: it needs a CUDA device"):
+        backends.resolve(OP, "triton", "cpu")
+
+
+@pytest.mark.usefixtures("with_triton_row")
+def test_interpreter_runs_on_request_only(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
+    installed.add("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backends.resolve(OP, "triton", "cpu") == "triton"
+    assert backends.resolve(OP, None, "cpu") == "reference"
+
+
+@pytest.mark.usefixtures("with_triton_row")
+def test_fastest_that_can_run(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert backends.resolve(OP, None, "cuda") == "reference"
+    with pytest.raises(RuntimeError, match="the module triton is not installed"):
+        backends.resolve(OP, "triton", "cuda")
+    installed.add("triton")
+    assert backends.resolve(OP, None, "cuda") == "triton"
+    assert backends.resolve(OP, "reference", "cuda") == "reference"
+
+
+def test_extension_before_triton(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
+    rows = {"reference": "x", "triton": "y", "cuda": "z"}
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, rows)
+    installed |= {"triton", "megatron_replay._C"}
+    assert backends.resolve(OP, None, "cuda:1") == "cuda"
+
+
+def test_resolving_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = backends.IMPLEMENTATIONS["priority_draw"]["reference"]
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    backends.resolve("priority_draw", None, "cpu")
+    assert name not in sys.modules

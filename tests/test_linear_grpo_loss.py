@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from numerics import LossCase, assert_no_worse_than_torch, assert_not_trivial, naive_loss, random_case, token_logprob64
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss, summarize_stats
+from megatron_replay.ops.linear_grpo_loss import LinearGrpoLoss, linear_grpo_loss, linear_token_logprob
+from megatron_replay.ops.token_logprob import token_logprob
+
+OPTIONS = {
+    "default": GrpoLossOptions(),
+    "sequence": GrpoLossOptions(ratio_level="sequence", clip_eps_low=0.1, clip_eps_high=0.1, entropy_weight=0.1),
+    "cispo": GrpoLossOptions(objective="cispo"),
+    "everything": GrpoLossOptions(dual_clip=1.4, kl_beta=0.1, entropy_weight=0.2),
+}
+V, COLUMNS, H, TEMPERATURE = 37, 40, 12, 0.8
+
+
+def head_case(
+    options: GrpoLossOptions, dtype: torch.dtype = torch.float64, lengths: tuple[int, ...] = (9, 0, 1, 17, 24, 6)
+):
+    """hidden [T, H], weight [COLUMNS, H], target [T] and a loss case whose behavior log-probs are near the policy's."""
+    case = random_case(options, lengths)
+    t = sum(lengths)
+    hidden, weight = torch.randn(t, H).to(dtype), (torch.randn(COLUMNS, H) * 0.6).to(dtype)
+    target = torch.randint(0, V, (t,))
+    policy, _ = token_logprob64(hidden.double() @ weight.double().T, target, V, TEMPERATURE)
+    case.policy_logprobs = policy.to(dtype)
+    case.behavior_logprobs = (policy + 0.4 * torch.randn(t)).to(torch.promote_types(dtype, torch.float32))
+    case.reference_logprobs = (policy + 0.3 * torch.randn(t)).to(case.behavior_logprobs.dtype)
+    return hidden, weight, target, case
+
+
+def linear(hidden: Tensor, weight: Tensor, target: Tensor, case: LossCase, **changes: Any) -> LinearGrpoLoss:
+    arguments = {k: v for k, v in case.arguments().items() if k not in ("policy_logprobs", "entropy")}
+    settings = {"vocab_size": V, "temperature": TEMPERATURE, "chunk_tokens": 10, **changes}
+    return linear_grpo_loss(hidden, weight, target, **arguments, **settings)
+
+
+def with_grad(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def dense_truth(hidden: Tensor, weight: Tensor, target: Tensor, case: LossCase) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, dhidden, dweight by autograd in float64, with loops."""
+    h, w = with_grad(hidden.double(), weight.double())
+    logprob, entropy = token_logprob64(h @ w.T, target, V, TEMPERATURE)
+    loss = naive_loss(replace(case.double(), policy_logprobs=logprob, entropy=entropy))
+    loss.backward()
+    return loss.detach(), h.grad, w.grad
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_the_dense_loss_in_float64(name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name])
+    case = case.double()
+    h, w = with_grad(hidden, weight)
+    result = linear(h, w, target, case)
+    result.loss.backward()
+    truth, dhidden, dweight = dense_truth(hidden, weight, target, case)
+    for x in (truth, dhidden, dweight):
+        assert_not_trivial(x, 0.1)
+    torch.testing.assert_close(result.loss.detach(), truth)
+    torch.testing.assert_close(h.grad, dhidden)
+    torch.testing.assert_close(w.grad, dweight)
+    assert (w.grad[V:] == 0).all()
+    summary = summarize_stats(result.stats, result.maxima)
+    assert 0.05 < summary["clip_fraction"] < 0.95
+
+    h2, w2 = with_grad(hidden, weight)
+    logprob, entropy, _ = token_logprob(h2 @ w2.T, target, vocab_size=V, temperature=TEMPERATURE)
+    dense = grpo_loss(**{**case.arguments(), "policy_logprobs": logprob, "entropy": entropy})
+    torch.testing.assert_close(result.stats, dense.stats)
+    torch.testing.assert_close(result.maxima, dense.maxima)
+    torch.testing.assert_close(result.logprobs, logprob.detach())
+    torch.testing.assert_close(result.entropy, entropy.detach())
+    assert not (result.logprobs.requires_grad or result.entropy.requires_grad or result.stats.requires_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["default", "sequence"])
+def test_no_worse_than_torch(dtype: torch.dtype, name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name], dtype)
+    truth, dhidden, dweight = dense_truth(hidden, weight, target, case)
+    h, w = with_grad(hidden, weight)
+    result = linear(h, w, target, case)
+    result.loss.backward()
+    h2, w2 = with_grad(hidden, weight)
+    logprob, entropy = token_logprob64(h2 @ w2.T, target, V, TEMPERATURE)
+    theirs = naive_loss(replace(case, policy_logprobs=logprob, entropy=entropy))
+    theirs.backward()
+    assert h.grad.dtype == w.grad.dtype == dtype
+    assert result.loss.dtype == result.logprobs.dtype == torch.float32
+    assert_no_worse_than_torch(result.loss, truth, theirs, eps=1e-5)
+    assert_no_worse_than_torch(h.grad, dhidden, h2.grad, eps=2e-6)
+    assert_no_worse_than_torch(w.grad, dweight, w2.grad, eps=2e-6)
+    assert_not_trivial(dweight, 0.1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 57, 4096])
+def test_chunk_size_does_not_matter(name: str, chunk_tokens: int) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name])
+    want, got = with_grad(hidden, weight), with_grad(hidden, weight)
+    a, b = linear(*want, target, case), linear(*got, target, case, chunk_tokens=chunk_tokens)
+    a.loss.backward()
+    b.loss.backward()
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y)
+    for x, y in zip(want, got, strict=True):
+        assert_not_trivial(x.grad, 0.1)
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+class Recorder(TorchDispatchMode):
+    """The largest tensor that any operator returned, and the shapes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.products: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        if func.overloadpacket == torch.ops.aten.mm:
+            self.products.append(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("name", ["default", "sequence"])
+def test_the_logits_are_never_whole(name: str) -> None:
+    lengths = (100, 60, 0, 96)
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.float32, lengths)
+    h, w = with_grad(hidden, weight)
+    with Recorder() as seen:
+        linear(h, w, target, case, chunk_tokens=16).loss.backward()
+    t, chunk = sum(lengths), 16
+    assert seen.largest <= max(chunk * COLUMNS, t * H, COLUMNS * H)
+    assert seen.largest < t * V / 3
+    passes = 2 if name == "sequence" else 1
+    assert seen.products.count((chunk, COLUMNS)) == passes * t // chunk
+    assert seen.products.count((chunk, H)) == seen.products.count((V, H)) == t // chunk
+
+    with Recorder() as dense:
+        token_logprob(h @ w.T, target, vocab_size=V)
+    assert dense.largest >= t * V, "the recorder sees whole logits where there are some"
+
+
+@pytest.mark.parametrize("name", ["default", "sequence"])
+def test_no_gradient_work_without_a_gradient(name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
+    h, w = with_grad(hidden, weight)
+    want = linear(h, w, target, case)
+    with torch.no_grad(), Recorder() as seen:
+        under_no_grad = linear(h, w, target, case)
+    assert {shape[1] for shape in seen.products} == {COLUMNS}, "logits and nothing else"
+    with Recorder() as seen:
+        plain = linear(hidden, weight, target, case)
+    assert {shape[1] for shape in seen.products} == {COLUMNS}
+    for got in (under_no_grad, plain):
+        assert not got.loss.requires_grad
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_only_the_gradient_that_is_wanted() -> None:
+    hidden, weight, target, case = head_case(OPTIONS["default"])
+    h, w = with_grad(hidden, weight)
+    linear(h, w, target, case).loss.backward()
+    (only_h,), (only_w,) = with_grad(hidden), with_grad(weight)
+    with Recorder() as seen:
+        linear(only_h, weight, target, case).loss.backward()
+    assert (V, H) not in seen.products and torch.equal(only_h.grad, h.grad)
+    with Recorder() as seen:
+        linear(hidden, only_w, target, case).loss.backward()
+    assert (10, H) not in seen.products and torch.equal(only_w.grad, w.grad)
+
+
+def test_backward_scales() -> None:
+    hidden, weight, target, case = head_case(OPTIONS["everything"])
+    h, w = with_grad(hidden, weight)
+    linear(h, w, target, case).loss.backward()
+    h2, w2 = with_grad(hidden, weight)
+    (linear(h2, w2, target, case).loss * -3).backward()
+    torch.testing.assert_close(h2.grad, h.grad * -3)
+    torch.testing.assert_close(w2.grad, w.grad * -3)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_masked_and_padded_places_do_not_matter(name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
+    h, w = with_grad(hidden, weight)
+    want = linear(h, w, target, case)
+    want.loss.backward()
+    off = ~case.loss_mask
+    hidden[off], weight[V:] = math.nan, math.inf
+    case.behavior_logprobs[off], case.reference_logprobs[off] = math.nan, math.inf
+    h2, w2 = with_grad(hidden, weight)
+    got = linear(h2, w2, target, case)
+    got.loss.backward()
+    assert torch.equal(got.loss, want.loss) and torch.equal(got.stats, want.stats)
+    torch.testing.assert_close(h2.grad, h.grad, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(w2.grad, w.grad, atol=1e-6, rtol=1e-6)
+    assert (h2.grad[off] == 0).all() and (w2.grad[V:] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+@pytest.mark.parametrize("name", ["default", "sequence"])
+def test_no_tokens(lengths: tuple[int, ...], name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.bfloat16, lengths)
+    h, w = with_grad(hidden, weight)
+    result = linear(h, w, target, case)
+    assert result.loss == 0 and result.loss.requires_grad and result.logprobs.shape == (0,)
+    result.loss.backward()
+    assert h.grad.shape == (0, H) and w.grad.shape == (COLUMNS, H) and (w.grad == 0).all()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_trained(name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
+    case.loss_mask[:] = False
+    h, w = with_grad(hidden, weight)
+    result = linear(h, w, target, case)
+    result.loss.backward()
+    assert result.loss == 0 and (h.grad == 0).all() and (w.grad == 0).all()
+    assert set(summarize_stats(result.stats, result.maxima).values()) == {0.0}
+
+
+def test_linear_token_logprob() -> None:
+    hidden, weight, target, _ = head_case(OPTIONS["default"], torch.float32)
+    weight.requires_grad_()
+    settings = {"vocab_size": V, "temperature": TEMPERATURE}
+    want = token_logprob(hidden @ weight.T, target, **settings)
+    for chunk_tokens in (1, 8, 1000):
+        with Recorder() as seen:
+            got = linear_token_logprob(hidden, weight, target, **settings, chunk_tokens=chunk_tokens)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y.detach())
+            assert not x.requires_grad
+        assert chunk_tokens > 1 or seen.largest <= max(COLUMNS * H, len(target) * H)
+    empty = linear_token_logprob(hidden[:0], weight, target[:0], **settings)
+    assert all(x.shape == (0,) for x in empty)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(57, H, dtype=torch.float16), "weight": torch.zeros(40, H, dtype=torch.float16)},
+         r"^hidden must be bfloat16, float32 or float64 \(float16 gradients underflow\), got torch.float16"),
+        ({"hidden": torch.zeros(57, 1, H)}, r"^hidden must be floating point \[T, H\], got .*\[57, 1, 12\]"),
+        ({"weight": torch.zeros(40, H)}, r"^weight must be torch.float64 \[Vp, 12\] on cpu, got torch.float32 \[40, 12\]"),
+        ({"weight": torch.zeros(H, 40).double()}, r"^weight must be .*got torch.float64 \[12, 40\]"),
+        ({"target": torch.zeros(9, dtype=torch.int64)}, r"^target must be \[57\] on cpu, got \[9\]"),
+        ({"target": torch.full((57,), V)}, r"^target must be in \[0, 37\), got 37"),
+        ({"behavior_logprobs": torch.zeros(58)}, r"^behavior_logprobs must be \[57\] on cpu, got \[58\]"),
+        ({"reference_logprobs": torch.zeros(56)}, r"^reference_logprobs must be \[57\]"),
+        ({"chunk_tokens": 0}, r"^chunk_tokens must be at least 1, got 0"),
+        ({"options": GrpoLossOptions(kl_beta=0.1), "reference_logprobs": None}, r"^reference_logprobs must be given"),
+    ],
+)  # fmt: skip
+def test_errors(changes: dict, message: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS["default"])
+    tensors = {"hidden": hidden, "weight": weight, "target": target}
+    fields = {k: v for k, v in changes.items() if k in case.arguments()}
+    settings = {k: v for k, v in changes.items() if k not in fields and k not in tensors}
+    tensors |= {k: v for k, v in changes.items() if k in tensors}
+    with pytest.raises(ValueError, match=message):
+        linear(**tensors, case=replace(case, **fields), **settings)
+
+
+def test_a_backend_that_cannot_run() -> None:
+    hidden, weight, target, case = head_case(OPTIONS["default"])
+    with pytest.raises(RuntimeError, match="^backend triton cannot run token_logprob on cpu"):
+        linear(hidden, weight, target, case, backend="triton")
+
+
+def two_ranks(rank: int, store: str, seed: int) -> None:
+    """Shards of 20 columns of V = 37 words: the second shard ends in 3 columns of padding that hold NaN."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group, start = dist.group.WORLD, rank * COLUMNS // 2
+    mine = slice(start, start + COLUMNS // 2)
+    shard = {"vocab_start": start, "vocab_size": V, "temperature": TEMPERATURE, "tp_group": group}
+    for name, options in OPTIONS.items():
+        hidden, weight, target, case = head_case(options)
+        h1, w1 = with_grad(hidden, weight)
+        alone = linear(h1, w1, target, case)
+        (alone.loss * 0.7).backward()
+        weight[V:] = math.nan
+        h2, w2 = with_grad(hidden, weight[mine])
+        together = linear(h2, w2, target, case, **shard)
+        (together.loss * 0.7).backward()
+        assert_not_trivial(h1.grad, 0.05)
+        for x, y in zip(together, alone, strict=True):
+            torch.testing.assert_close(x, y, msg=lambda m, name=name: f"{name}: {m}")
+        dist.all_reduce(h2.grad)
+        torch.testing.assert_close(h2.grad, h1.grad)
+        torch.testing.assert_close(w2.grad, w1.grad[mine])
+
+    logits = (hidden @ weight.T).detach()
+    g, e = torch.randn(2, len(target), dtype=torch.float64)
+    whole, part = with_grad(logits, logits[:, mine])
+    want = token_logprob(whole, target, vocab_size=V, temperature=TEMPERATURE)
+    got = token_logprob(part, target, **shard)
+    chunked = linear_token_logprob(hidden, weight[mine], target, **shard, chunk_tokens=9)
+    for x, y, z in zip(got, want, chunked, strict=True):
+        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(z, y)
+    for result in (want, got):
+        (result.logprob * g + result.entropy * e).sum().backward()
+    assert_not_trivial(whole.grad, 0.1)
+    torch.testing.assert_close(part.grad, whole.grad[:, mine])
+
+    # a vocabulary of 15 words lies in the first shard alone
+    few = torch.randint(0, 15, (len(target),))
+    narrow = token_logprob(logits[:, mine], few, **{**shard, "vocab_size": 15})
+    want = token_logprob(logits[:, :15], few, temperature=TEMPERATURE)
+    for x, y in zip(narrow, want, strict=True):
+        torch.testing.assert_close(x, y)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    mp.spawn(two_ranks, args=(str(tmp_path / "store"), 7), nprocs=2)
