@@ -155,7 +155,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--micro-batch-size", type=int, default=1, help="a packed microbatch holds this times --seq-length tokens"
     )
     model.add_argument("--bf16", action="store_true", help="train in bfloat16 (float32 master weights)")
-    model.add_argument("--fp16", action="store_true", help="train in float16 with loss scaling")
     model.add_argument("--rl-task", default="sort-digits", help="sort-digits, jsonl, or reasoning-gym:NAME")
     model.add_argument("--data-path", help="JSONL file of training prompts")
     model.add_argument("--heldout-data-path", help="JSONL file of held-out prompts")
@@ -190,8 +189,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--eval-prompts must be at least 0, got {args.eval_prompts}")
     if args.context_parallel_size != 1:
         parser.error(f"--context-parallel-size must be 1, got {args.context_parallel_size}")
-    if args.bf16 and args.fp16:
-        parser.error("--bf16 and --fp16 exclude each other")
     if args.rl_max_response_length >= args.seq_length:
         parser.error(
             f"--seq-length must hold a prompt and --rl-max-response-length {args.rl_max_response_length}, "
@@ -222,8 +219,7 @@ def optimizer_options(args: argparse.Namespace) -> OptimizerOptions:
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    return _build(ModelOptions, args, dtype=dtype)
+    return _build(ModelOptions, args, dtype=torch.bfloat16 if args.bf16 else torch.float32)
 
 
 def _add(group: Any, flag: Flag) -> None:

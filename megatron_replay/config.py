@@ -139,6 +139,8 @@ class ModelOptions:
     recompute_activations: bool = False
 
     def __post_init__(self) -> None:
+        # float16 is left out: the gradients of the loss would underflow before a loss scale reaches them
+        require_choice("dtype", self.dtype, (torch.float32, torch.bfloat16))
         require_choice("transformer_impl", self.transformer_impl, TRANSFORMER_IMPLS)
         require(
             self.make_vocab_size_divisible_by >= 1,

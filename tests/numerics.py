@@ -7,6 +7,7 @@ Dims: T tokens, N rollouts, V vocabulary, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -67,8 +68,7 @@ class LossCase:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        ends = self.cu_seqlens.tolist()
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(pairwise(self.cu_seqlens.tolist()))
 
 
 def random_case(

@@ -161,7 +161,7 @@ def test_all_groups_degenerate_trains_on_nothing_and_ages_go_on() -> None:
     policy, _, buffer, rows = run(steps=7, reward=reward)
     assert [len(b) for _, b in policy.batches] == [12, 12, 18, 0, 0, 0, 0]
     assert [r["replay/degenerate_step"] for r in rows] == [0, 0, 0, 1, 1, 1, 1]
-    assert [r["replay/size"] for r in rows] == [0, 12, 24, 36, 24, 12, 0]
+    assert [r["replay/size"] for r in rows] == [0, 12, 24, 24, 12, 0, 0]
     assert len(buffer) == 0
 
 

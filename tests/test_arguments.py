@@ -55,7 +55,6 @@ def test_every_table_row_names_a_real_field_once() -> None:
         ("--train-iters -1", "--train-iters: train_iters must be at least 0, got -1"),
         ("--seq-length 8", "--seq-length must hold a prompt and --rl-max-response-length 8, got 8"),
         ("--context-parallel-size 2", "--context-parallel-size must be 1, got 2"),
-        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size must be at least 1, got 0"),
         ("--rl-replay-tau 3", "unrecognized arguments: --rl-replay-tau"),
     ],

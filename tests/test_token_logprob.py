@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from numerics import assert_no_worse_than_torch, assert_not_trivial, token_logprob64
 from torch import Tensor
 
 from megatron_replay.ops import token_logprob_reference as reference
 from megatron_replay.ops.token_logprob import token_logprob
+from tests.numerics import assert_no_worse_than_torch, assert_not_trivial, token_logprob64
 
 
 def case(t: int, columns: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -129,8 +129,20 @@ def test_backward_in_place_equals_backward(dtype: torch.dtype) -> None:
     assert_not_trivial(fresh, 0.1)
 
 
+def test_coefficients_that_are_zero_one_by_one() -> None:
+    logits, target = case(4, 9, 9, torch.float64)
+    g, h = torch.tensor([1.0, 0.0, 1.0, 0.0]).double(), torch.tensor([0.0, 1.0, 1.0, 0.0]).double()
+    truth_in, ours_in = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    objective(*token_logprob64(truth_in, target, 9, 1.0), g, h).backward()
+    objective(*token_logprob(ours_in, target)[:2], g, h).backward()
+    torch.testing.assert_close(ours_in.grad, truth_in.grad)
+    assert (ours_in.grad[:3].abs().sum(1) > 0.01).all() and (ours_in.grad[3] == 0).all()
+
+
 def test_shards_add_up() -> None:
     logits, target = case(10, 30, 22, torch.float64)
+    # one token whose words in the middle shard are all excluded
+    target[0], logits[0, 10:20] = 0, -torch.inf
     pieces = []
     for start in (0, 10, 20):
         shard = {"vocab_start": start, "vocab_size": 22, "temperature": 1.3}
@@ -140,6 +152,7 @@ def test_shards_add_up() -> None:
     want = token_logprob(logits, target, vocab_size=22, temperature=1.3)
     torch.testing.assert_close(top + total.log(), want.lse)
     torch.testing.assert_close(sum(s[1] for _, s in pieces) - want.lse, want.logprob)
+    assert torch.isfinite(torch.stack([s for _, s in pieces])).all()
 
 
 def test_a_shard_of_padding_alone() -> None:
@@ -183,5 +196,5 @@ def test_errors(changes: dict, message: str) -> None:
 
 
 def test_a_backend_that_cannot_run() -> None:
-    with pytest.raises(RuntimeError, match="^backend cuda cannot run token_logprob on cpu"):
+    with pytest.raises(RuntimeError, match=r"^backend cuda cannot run token_logprob on cpu"):
         token_logprob(torch.zeros(2, 8), torch.tensor([0, 1]), backend="cuda")

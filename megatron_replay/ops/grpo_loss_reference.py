@@ -90,13 +90,14 @@ def grpo_loss_terms(
         value = value - options.entropy_weight * weight * entropy
         dentropy = -options.entropy_weight * weight
 
+    # masked tokens have log-ratio 0 and ratio 1: never clipped, but to be left out of the sums of ratios
     # expm1(x) - x is k3 without the cancellation near 0
     behavior_log_ratio = token_log_ratio.clamp(-limit, limit)
     token_stats = {
         "tokens": mask,
         "ratio_sum": masked(ratio),
-        "clipped_low": mask & clipped_low,
-        "clipped_high": mask & clipped_high,
+        "clipped_low": clipped_low,
+        "clipped_high": clipped_high,
         "dual_clipped": dual_clipped,
         "log_ratio_clamped": clamped,
         "abs_log_ratio_sum": token_log_ratio.abs(),
@@ -132,7 +133,7 @@ def grpo_loss_terms(
 
 
 def _kl(u: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """An estimator of KL(policy || reference) at u = reference - policy log-prob, and its derivative in the policy's."""
+    """KL(policy || reference) at u = reference - policy log-prob, and its derivative in the policy's log-prob."""
     if estimator == "k1":
         return -u, torch.ones_like(u)
     if estimator == "k2":

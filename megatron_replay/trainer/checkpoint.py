@@ -69,6 +69,7 @@ def save(folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer
         }
         run["data_parallel"] = groups.data_size
         run["distributed_optimizer"] = _is_distributed(policy)
+        run["model"] = _model_identity(policy)
         (partial / "run.json").write_text(json.dumps(run, indent=1))
         _write_manifest(partial)
         replaced = final.with_suffix(".replaced")
@@ -103,6 +104,9 @@ def load(
         saved = run["fixed"].get(name)
         if saved != value:
             raise ValueError(f"--load {iteration} was written with {name} {saved!r}, got {value!r}")
+    for name, value in _model_identity(policy).items():
+        if run["model"][name] != value:
+            raise ValueError(f"--load {iteration} is of another model: {name} {run['model'][name]}, this run has {value}")
     if run["distributed_optimizer"] != _is_distributed(policy):
         raise ValueError(
             f"--load {iteration} was written {'with' if run['distributed_optimizer'] else 'without'} "
@@ -159,6 +163,14 @@ def _load_weights(folder: Path, policy: MegatronPolicy) -> None:
     policy.optimizer.load_state_dict(state["optimizer"])
 
 
+def _model_identity(policy: MegatronPolicy) -> dict[str, Any]:
+    """Sizes that decide the shapes of the weights, and their precision; none depends on the layout."""
+    model = unwrap(policy.model)
+    names = ("hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
+    sizes = {name: getattr(model.config, name) for name in names}
+    return {**sizes, "vocab_size": policy.head.vocab_size, "dtype": str(model.config.params_dtype)}
+
+
 def _is_distributed(policy: MegatronPolicy) -> bool:
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     return any(isinstance(x, DistributedOptimizer) for x in inner)
@@ -166,7 +178,7 @@ def _is_distributed(policy: MegatronPolicy) -> bool:
 
 def _write_manifest(folder: Path) -> None:
     files: dict[str, dict[str, Any]] = {}
-    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+    for path in sorted(x for x in folder.rglob("*") if x.is_file() and x.name != "manifest.json"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         entry: dict[str, Any] = {"bytes": path.stat().st_size}

@@ -134,7 +134,7 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def _literal_cuda_device() -> None:
-    """`device="cuda"` written out in these modules."""
+    """`device="cuda"` written out in these modules of megatron/core."""
     for name in (
         "pipeline_parallel.schedules",
         "transformer.utils",

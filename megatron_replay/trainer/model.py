@@ -48,7 +48,6 @@ def build_model(shape: ModelShape, options: ModelOptions, groups: ParallelGroups
 
 
 def transformer_config(shape: ModelShape, options: ModelOptions, groups: ParallelGroups) -> TransformerConfig:
-    half = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(options.dtype, {})
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -67,6 +66,7 @@ def transformer_config(shape: ModelShape, options: ModelOptions, groups: Paralle
         attention_dropout=0.0,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
+        bf16=options.dtype == torch.bfloat16,
         params_dtype=options.dtype,
         pipeline_dtype=options.dtype,
         tensor_model_parallel_size=groups.tensor_size,
@@ -78,7 +78,6 @@ def transformer_config(shape: ModelShape, options: ModelOptions, groups: Paralle
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        **half,
         **(recompute if options.recompute_activations else {}),
     )
 

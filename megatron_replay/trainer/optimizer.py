@@ -17,7 +17,6 @@ def wrap_for_training(
 ) -> tuple[DistributedDataParallel, MegatronOptimizer, OptimizerParamScheduler]:
     """DistributedDataParallel with summed float32 gradients, Adam, and the schedule counted in updates."""
     config = model.config
-    half = config.bf16 or config.fp16
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -25,7 +24,7 @@ def wrap_for_training(
             use_distributed_optimizer=options.use_distributed_optimizer,
             check_for_nan_in_grad=True,
         ),
-        Float16Module(config, model) if half else model,
+        Float16Module(config, model) if config.bf16 else model,
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -39,7 +38,6 @@ def wrap_for_training(
             clip_grad=options.clip_grad,
             use_distributed_optimizer=options.use_distributed_optimizer,
             bf16=config.bf16,
-            fp16=config.fp16,
             params_dtype=config.params_dtype,
         ),
         [ddp],

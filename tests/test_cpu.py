@@ -1,0 +1,47 @@
+"""The CPU portability layer: what it refuses, what it leaves alone, and that each mend is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_replay.trainer import cpu
+from tests.launch import ROOT
+
+
+def test_an_untested_megatron_core_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.18\.0 is untested.*install megatron-core==0\.19\.2"):
+        cpu.check_version("0.18.0")
+    for version in cpu.TESTED_MEGATRON_CORE:
+        cpu.check_version(version)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the mends are for machines without CUDA")
+def test_cuda_stays_unavailable() -> None:
+    cpu.install()
+    assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
+    assert torch.zeros(1).device.type == "cpu"
+    # torch itself keeps its meaning: only the listed megatron modules see CPU factories
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")
+
+
+def test_every_mend_names_what_it_mends() -> None:
+    for mend in cpu.MENDS:
+        assert mend.__doc__ and ("/" in mend.__doc__ or "DistributedOptimizer" in mend.__doc__), mend.__name__
+
+
+def test_nothing_is_mended_where_there_is_cuda() -> None:
+    code = (
+        "import torch; before = torch.cuda.current_device; torch.cuda.is_available = lambda: True\n"
+        "from megatron_replay.trainer import cpu; cpu.install()\n"
+        "assert torch.cuda.current_device is before and not cpu._installed"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
