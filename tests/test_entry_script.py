@@ -1,0 +1,159 @@
+"""The entry script from outside: what it writes, kill -9 and resume, other layouts, bad input, epochs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_replay.telemetry import read_metrics
+from tests.launch import EXAMPLE, ROOT, command, environment, torchrun
+
+pytestmark = pytest.mark.slow
+FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
+STEPS = 8
+SHORT = (
+    f"--train-iters {STEPS} --grpo-prompts-per-step 8 --grpo-group-size 4 --rl-replay-warmup-steps 1 "
+    "--rl-replay-tau-max 3 --save-interval 3 --eval-prompts 16 --eval-samples 1 --micro-batch-size 20"
+).split()
+
+
+def flags(run_dir: Path, *more: object) -> list[str]:
+    return [f"@{FLAGS}", *SHORT, "--run-dir", str(run_dir), *map(str, more)]
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but wall-clock numbers."""
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run on two ranks."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    torchrun(2, EXAMPLE, *flags(run_dir))
+    return run_dir
+
+
+def test_the_run_folder_holds_what_the_readme_says(whole: Path) -> None:
+    rows = read_metrics(whole)
+    assert [r["step"] for r in rows] == list(range(STEPS))
+    contract = (
+        "loss grad_norm reward_mean replay/draw_size replay/age_mean replay/draw_hash time/generate time/reward "
+        "time/draw time/train time/sync train_rollout_logprob_abs_diff replay/size replay/priority_mean lr "
+        "replay/degenerate_step replay/fraction consumed_train_samples tokens_per_second truncated_fraction"
+    )
+    assert all(set(contract.split()) <= row.keys() for row in rows)
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary.keys() == {
+        "accuracy_before", "accuracy_after", "seconds", "updates", "tensor_parallel", "pipeline_parallel",
+        "data_parallel", "fresh_rollouts", "replayed_rollouts",
+    }  # fmt: skip
+    assert (summary["tensor_parallel"], summary["pipeline_parallel"], summary["data_parallel"]) == (2, 1, 1)
+    assert summary["updates"] + sum(r["update_skipped"] for r in rows) == STEPS
+    assert summary["fresh_rollouts"] == STEPS * 32 == rows[-1]["consumed_train_samples"], "replayed rows do not count"
+    assert summary["replayed_rollouts"] == sum(r["replay/draw_size"] for r in rows) > 0
+    assert (whole / "curves.png").stat().st_size > 10_000
+    assert list((whole / "tensorboard").iterdir())
+    # behavior log-probs are those of the weights that are trained: on-policy rows have ratio 1
+    assert all(r["train_rollout_logprob_abs_diff"] < 1e-4 for r in rows)
+    assert any(abs(r["replay/ratio_mean"] - 1) > 1e-4 for r in rows[2:])
+
+
+def test_kill_between_steps_and_resume_gives_the_same_metrics(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(2, EXAMPLE, *flags(run_dir)),
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    while len(read_metrics(run_dir)) < 5:  # past the checkpoint of step 3, before that of step 6
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    seen = len(read_metrics(run_dir))
+    assert 5 <= seen < STEPS
+    size = read_metrics(whole)[seen // 3 * 3]["replay/size"]
+    assert size > 0
+    torchrun(2, EXAMPLE, *flags(run_dir, "--load", run_dir / "checkpoints"))
+    assert comparable(read_metrics(run_dir)) == comparable(read_metrics(whole))
+    ours, theirs = (json.loads((d / "summary.json").read_text()) for d in (run_dir, whole))
+    assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, "--tensor-model-parallel-size 1"),
+        (2, "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"),
+        (2, "--tensor-model-parallel-size 1"),  # data parallel 2
+    ],
+    ids=["tp1", "pp2", "dp2"],
+)
+def test_resume_on_another_layout_draws_the_same_rollouts(whole: Path, tmp_path: Path, world: int, layout: str) -> None:
+    """From the checkpoint of step 6: two more steps; the first update has the loss, norm and rate of the whole run."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "iter_0000006").symlink_to(whole / "checkpoints" / "iter_0000006")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
+    torchrun(world, EXAMPLE, *flags(tmp_path, "--load", checkpoints, "--save", tmp_path / "new", *layout.split()))
+    rows, expected = read_metrics(tmp_path), read_metrics(whole)[6:]
+    assert [r["step"] for r in rows] == [6, 7]
+    for got, want in zip(rows, expected, strict=True):
+        assert got["replay/draw_hash"] == want["replay/draw_hash"] and want["replay/draw_size"] > 0
+        assert got["replay/size"] == want["replay/size"] and got["reward_mean"] == want["reward_mean"]
+        assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], abs=1e-4)
+        assert got["lr"] == want["lr"]
+
+
+def test_data_parallel_buffers_reshard_and_lose_nothing(tmp_path: Path) -> None:
+    """TP2 x PP2 is one shard; DP2 x TP2 writes exactly two, with different rollouts; both load on one rank."""
+    short = ("--train-iters", 4, "--save-interval", 4, "--use-distributed-optimizer")
+    torchrun(4, EXAMPLE, *flags(tmp_path / "dp2", *short))
+    shards = sorted((tmp_path / "dp2" / "checkpoints" / "iter_0000004").glob("replay_buffer_*"))
+    assert [x.name for x in shards] == [f"replay_buffer_0000{i}_of_00002.safetensors" for i in range(2)]
+    from safetensors.torch import load_file
+
+    uids = [set(load_file(x)["uid"].tolist()) for x in shards]
+    assert uids[0] and uids[1] and not uids[0] & uids[1]
+    torchrun(
+        1, EXAMPLE,
+        *flags(tmp_path / "tp1", "--train-iters", 5, "--load", tmp_path / "dp2" / "checkpoints",
+               "--tensor-model-parallel-size", 1, "--use-distributed-optimizer"),
+    )  # fmt: skip
+    (row,) = read_metrics(tmp_path / "tp1")
+    last = read_metrics(tmp_path / "dp2")[-1]
+    assert row["replay/size"] == len(uids[0] | uids[1]) > last["replay/size"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--tokenizer-type", "BertTokenizer"), "--tokenizer-type"),
+        (("--seq-length", 11), "--seq-length"),
+        (("--seq-length", 128), "--seq-length must be at most the model's 64 positions, got 128"),
+        (("--load", "nowhere"), "--load must name a folder with a checkpoint, got 'nowhere'"),
+        (("--load-hf", "nowhere"), "--load-hf must name a folder with a config.json, got 'nowhere'"),
+        (("--rl-task", "chess"), "--rl-task"),
+        (("--tensor-model-parallel-size", 3), "must divide the number of processes, got 1"),
+    ],
+)
+def test_bad_input_ends_with_an_error_that_names_the_flag(tmp_path: Path, more: tuple[object, ...], words: str) -> None:
+    done = subprocess.run(
+        [command(1, EXAMPLE)[0], str(EXAMPLE), *flags(tmp_path, "--tensor-model-parallel-size", 1, *more)],
+        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert words in done.stderr, done.stderr[-2000:]
