@@ -66,7 +66,7 @@ class HuggingFaceTokenizer:
             self._model = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"--tokenizer-model must name a folder that transformers can read a tokenizer from, got {path!r}: {error}"
+                f"--tokenizer-model must name a folder with a Hugging Face tokenizer, got {path!r}: {error}"
             ) from error
         self.vocab_size: int = len(self._model)
         if self._model.eos_token_id is None:

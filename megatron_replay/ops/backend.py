@@ -20,7 +20,10 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "token_logprob": {"reference": "megatron_replay.ops.token_logprob_reference"},
     "grpo_loss": {"reference": "megatron_replay.ops.grpo_loss_reference"},
-    "priority_draw": {"reference": "megatron_replay.ops.priority_draw_reference"},
+    "priority_draw": {
+        "reference": "megatron_replay.ops.priority_draw_reference",
+        "cuda": "megatron_replay.ops.priority_draw_cuda",
+    },
 }
 FASTEST_FIRST: tuple[Backend, ...] = ("cuda", "triton", "reference")
 

@@ -32,8 +32,8 @@ from megatron_replay.weight_sync.model_shape import ModelShape
 def build_model(shape: ModelShape, options: ModelOptions, groups: ParallelGroups, max_sequence_length: int) -> GPTModel:
     """The GPTModel stage of this rank, weights not yet loaded."""
     _check_layout(shape, options, groups)
-    config = transformer_config(shape, options, groups)
     impl = resolve_impl(options.transformer_impl)
+    config = transformer_config(shape, options, groups, impl)
     return GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, impl, groups.pipeline_rank),
@@ -47,7 +47,9 @@ def build_model(shape: ModelShape, options: ModelOptions, groups: ParallelGroups
     ).to(groups.device)
 
 
-def transformer_config(shape: ModelShape, options: ModelOptions, groups: ParallelGroups) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, options: ModelOptions, groups: ParallelGroups, impl: str
+) -> TransformerConfig:
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -75,6 +77,7 @@ def transformer_config(shape: ModelShape, options: ModelOptions, groups: Paralle
         # the loss arrives divided by the global token count, so gradients are summed and never averaged
         calculate_per_token_loss=True,
         persist_layer_norm=False,
+        apply_rope_fusion=impl == "transformer_engine",
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

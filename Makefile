@@ -1,0 +1,50 @@
+# make train   set up, then train the quickstart     ARGS="..." appends flags (the last one wins), NPROC=n processes
+# make test    set up, then run all tests
+# make help    what else there is
+
+PYTHON ?= python3
+NPROC ?= 2
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+QUICKSTART := @examples/quickstart/flags.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install train test test-fast lint format clean
+
+help:
+	@grep -E '^(#|[a-z-]+:.*##)' Makefile | sed -E 's/^# //; s/:.*## /: /'
+
+install: $(STAMP)  ## set up .venv and build the extension; does nothing when both are up to date
+
+$(STAMP): requirements/cpu.txt pyproject.toml setup.py $(wildcard csrc/*)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet torch==2.13.0
+	# it ships a wheel for 3.11 and declares >= 3.12; without --no-deps the flag would reach its dependencies too
+	$(PIP) install --quiet --ignore-requires-python --no-deps megatron-core==0.19.2
+	$(PIP) install --quiet -r requirements/cpu.txt
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	touch $(STAMP)
+
+train: install  ## train the quickstart into runs/quickstart
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+		examples/pretrain_replay_grpo.py $(QUICKSTART) $(ARGS)
+
+test: install  ## all tests
+	$(PY) -m pytest
+
+test-fast: install  ## tests that start no other process and train nothing
+	$(PY) -m pytest -m "not slow"
+
+lint: install  ## ruff
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: install  ## let ruff rewrite what lint would refuse
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove what was built, not .venv and not runs/
+	rm -rf build dist *.egg-info megatron_replay/_C*.so .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,85 @@
+"""Builds megatron_replay._C: g++ alone, with a CUDA object where nvcc is found.
+
+MEGATRON_REPLAY_CUDA=0 never builds it, =1 demands it; MEGATRON_REPLAY_CUDA_ARCHS lists compute capabilities.
+No torch headers: torch's CUDAExtension refuses a CPU build of torch. cudart is linked statically, so the
+module imports on a machine without a driver.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+ARCHS = os.environ.get("MEGATRON_REPLAY_CUDA_ARCHS", "80;90;100").split(";")
+
+
+def find_nvcc() -> str | None:
+    """The compiler, or None for a build without CUDA. Ends the build where one was demanded and there is none."""
+    wanted = os.environ.get("MEGATRON_REPLAY_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"MEGATRON_REPLAY_CUDA must be 0, 1 or unset, got {wanted!r}")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+    if wanted == "1" and nvcc is None:
+        raise SystemExit(f"MEGATRON_REPLAY_CUDA=1 needs nvcc, and none is in {home or 'PATH'}")
+    return nvcc
+
+
+def cudart_folder(nvcc: str) -> Path:
+    """The folder of libcudart_static.a that belongs to this nvcc."""
+    said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
+    top = Path(said.split("TOP=")[1].splitlines()[0].strip()).resolve()
+    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+        if (top / folder / "libcudart_static.a").exists():
+            return top / folder
+    raise SystemExit(f"no libcudart_static.a under {top}, beside {nvcc}")
+
+
+def compile_cuda(nvcc: str, folder: Path) -> str:
+    """Compile csrc/priority_draw.cu for ARCHS, and as PTX for what comes later; returns the object's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "priority_draw.o"
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHS]
+    codes.append(f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}")
+    flags = ["-O3", "-std=c++17", "-lineinfo", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    define = f'-DMR_CUDA_ARCHS="{";".join(ARCHS)}"'
+    subprocess.run(
+        [nvcc, *flags, *codes, define, "-Icsrc", "-c", "csrc/priority_draw.cu", "-o", str(target)], check=True, cwd=ROOT
+    )
+    return str(target)
+
+
+class BuildExtension(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            ext.sources.append("csrc/no_cuda.cpp")
+        else:
+            ext.extra_objects.append(compile_cuda(nvcc, Path(self.build_temp).resolve()))
+            ext.library_dirs.append(str(cudart_folder(nvcc)))
+            ext.libraries += ["cudart_static", "rt", "pthread", "dl"]
+        super().build_extension(ext)
+
+
+setup(
+    cmdclass={"build_ext": BuildExtension},
+    ext_modules=[
+        Extension(
+            "megatron_replay._C",
+            ["csrc/bindings.cpp"],
+            include_dirs=["csrc", pybind11.get_include()],
+            depends=[str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/*"))],
+            language="c++",
+            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        )
+    ],
+)

@@ -1,0 +1,118 @@
+"""What importing costs, who imports whom, and both ways to build the extension."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+PACKAGE = ROOT / "megatron_replay"
+
+
+def test_importing_the_package_needs_torch_only() -> None:
+    code = (
+        "import sys; import torch; before = set(sys.modules)\n"
+        "import megatron_replay\n"
+        "top = {m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "print(sorted(top))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['megatron_replay']"
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, at any depth of nesting."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    return found
+
+
+def starts(names: set[str], prefix: str) -> set[str]:
+    return {n for n in names if n == prefix or n.startswith(prefix + ".")}
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).rglob("*.py"))
+
+
+def test_only_the_trainer_imports_megatron_and_nobody_vllm_yet() -> None:
+    for path in files("."):
+        inside = (PACKAGE / "trainer") in path.parents
+        assert inside or not starts(imports(path), "megatron"), path
+        assert not starts(imports(path), "vllm"), path
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        ("ops", "config rollout replay_buffer algorithm trainer engines tasks weight_sync telemetry arguments"),
+        ("engines", "trainer tasks algorithm replay_buffer arguments"),
+        ("trainer", "engines tasks algorithm arguments"),
+        ("weight_sync", "trainer engines algorithm replay_buffer"),
+        ("tasks", "trainer engines algorithm replay_buffer"),
+    ],
+)
+def test_arrows_between_folders(folder: str, forbidden: str) -> None:
+    for path in files(folder):
+        for name in forbidden.split():
+            assert not starts(imports(path), f"megatron_replay.{name}"), f"{path} imports {name}"
+
+
+def test_the_loop_knows_no_framework() -> None:
+    assert not starts(imports(PACKAGE / "algorithm.py"), "torch.distributed")
+    assert not starts(imports(PACKAGE / "replay_buffer.py"), "torch.distributed")
+    assert all(not starts(imports(p), "argparse") for p in files(".") if p.name != "arguments.py")
+
+
+def build(target: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Build the extension in a copy of the sources."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    shutil.copytree(ROOT / "csrc", target / "csrc", dirs_exist_ok=True)
+    (target / "megatron_replay").mkdir(exist_ok=True)
+    (target / "megatron_replay" / "__init__.py").touch()
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=target, env=os.environ | env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def architectures(target: Path) -> str:
+    code = "from megatron_replay import _C; print(_C.cuda_architectures())"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=target, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.slow
+def test_building_without_cuda(tmp_path: Path) -> None:
+    done = build(tmp_path, MEGATRON_REPLAY_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    assert "warning:" not in done.stderr
+    assert architectures(tmp_path) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_building_with_cuda(tmp_path: Path) -> None:
+    done = build(tmp_path, MEGATRON_REPLAY_CUDA="1", MEGATRON_REPLAY_CUDA_ARCHS="90")
+    assert done.returncode == 0, done.stderr
+    assert architectures(tmp_path) == "90"
+
+
+def test_cuda_demanded_and_missing_ends_the_build(tmp_path: Path) -> None:
+    done = build(tmp_path, MEGATRON_REPLAY_CUDA="1", CUDA_HOME=str(tmp_path))
+    assert done.returncode != 0 and "MEGATRON_REPLAY_CUDA=1 needs nvcc" in done.stderr
+    done = build(tmp_path, MEGATRON_REPLAY_CUDA="yes")
+    assert done.returncode != 0 and "MEGATRON_REPLAY_CUDA must be 0, 1 or unset, got 'yes'" in done.stderr
