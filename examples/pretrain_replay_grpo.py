@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# megatron-core says on import, on every rank, which optional packages are absent
+warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine).*(not installed|Falling back).*")
 
 import torch
 import torch.distributed as dist

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import queue
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -208,6 +209,14 @@ def _distributed_optimizer_load() -> None:
     cls.load_state_dict = load_with_own_steps
 
 
+def _checkpoint_results_queue() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py starts a process on the first save, only to hold a queue;
+    it imports the whole training script again, which takes longer than the quickstart's save. A save that is not
+    asynchronous writes in threads of this process, for which a plain queue does."""
+    writer = _core("dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = queue.Queue()
+
+
 MENDS: tuple[Callable[[], None], ...] = (
     _unconditional_triton_import,
     _current_device,
@@ -218,4 +227,5 @@ MENDS: tuple[Callable[[], None], ...] = (
     _type_names,
     _tied_embedding_cuda_call,
     _distributed_optimizer_load,
+    _checkpoint_results_queue,
 )
