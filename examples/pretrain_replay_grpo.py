@@ -28,18 +28,17 @@ from megatron_replay.trainer import cpu
 
 cpu.install()  # before the first model: megatron-core on a machine without CUDA
 
-from megatron_replay.replay_buffer import RolloutReplayBuffer
-from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
-from megatron_replay.tasks.reward import Reward
-from megatron_replay.tasks.task import Task, build_task
-from megatron_replay.tokenizer import Tokenizer, build_tokenizer
-
 from megatron_replay import arguments
 from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig
 from megatron_replay.engines.embedded import EmbeddedEngine
+from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import Prompt
+from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
+from megatron_replay.tasks.reward import Reward
+from megatron_replay.tasks.task import Task, build_task
 from megatron_replay.telemetry import PhaseTimer, RunLog
+from megatron_replay.tokenizer import Tokenizer, build_tokenizer
 from megatron_replay.trainer import checkpoint
 from megatron_replay.trainer.forward_step import HeadOptions
 from megatron_replay.trainer.generation import ModelSampler
@@ -88,9 +87,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     }
     state = checkpoint.RunState(step=0, cursor=0, fixed=fixed)
     if args.load:
-        state = checkpoint.load(
-            args.load, policy, buffer, fixed, allow_empty_buffer=args.rl_replay_allow_empty_buffer
-        )
+        state = checkpoint.load(args.load, policy, buffer, fixed, allow_empty_buffer=args.rl_replay_allow_empty_buffer)
         prompts.load_state_dict({"cursor": state.cursor})
     log = RunLog(args.run_dir, start_step=state.step, total_steps=config.train_iters, enabled=dist.get_rank() == 0)
     counters = {"updates": 0.0, "fresh_rollouts": 0.0, "replayed_rollouts": 0.0, "seconds": 0.0} | state.counters
@@ -179,7 +176,9 @@ class HeldoutAccuracy:
         return float(sums[0] / sums[1])
 
 
-def build_policy(args: argparse.Namespace, config: GrpoConfig, shape: ModelShape, groups: ParallelGroups) -> MegatronPolicy:
+def build_policy(
+    args: argparse.Namespace, config: GrpoConfig, shape: ModelShape, groups: ParallelGroups
+) -> MegatronPolicy:
     model = build_model(shape, arguments.model_options(args), groups, args.seq_length)
     load_hf_weights(model, args.load_hf, shape, groups)
     ddp, optimizer, scheduler = wrap_for_training(model, arguments.optimizer_options(args))
@@ -213,7 +212,9 @@ def arena_tokens(args: argparse.Namespace, config: GrpoConfig, shards: int) -> i
 def check(args: argparse.Namespace, shape: ModelShape, tokenizer: Tokenizer, groups: ParallelGroups) -> None:
     """What can only be checked once the model, the tokenizer and the layout are known."""
     if args.seq_length > shape.max_positions:
-        raise ValueError(f"--seq-length must be at most the model's {shape.max_positions} positions, got {args.seq_length}")
+        raise ValueError(
+            f"--seq-length must be at most the model's {shape.max_positions} positions, got {args.seq_length}"
+        )
     if tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(
             f"--tokenizer-model must fit the model's vocabulary of {shape.vocab_size}, got {tokenizer.vocab_size} ids"

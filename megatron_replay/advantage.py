@@ -60,9 +60,7 @@ def group_advantages(
 
     chosen = (squares / (size - 1).clamp(min=1)).sqrt() if std == "sample" else population
     advantage = centred if std == "none" else centred / (chosen[group] + eps)
-    return GroupAdvantages(
-        torch.where(keep, advantage, 0).float(), torch.where(keep, chosen[group], 0).float(), keep
-    )
+    return GroupAdvantages(torch.where(keep, advantage, 0).float(), torch.where(keep, chosen[group], 0).float(), keep)
 
 
 def with_group_advantages(batch: RolloutBatch, *, std: AdvantageStd = "population") -> RolloutBatch:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megatron_replay.advantage import informative, with_group_advantages
-from megatron_replay.replay_buffer import Draw, RolloutReplayBuffer
 from torch import Tensor
 
+from megatron_replay.advantage import informative, with_group_advantages
 from megatron_replay.config import GrpoConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.importance import rollout_importance_weight
+from megatron_replay.replay_buffer import Draw, RolloutReplayBuffer
 from megatron_replay.rollout import Completion, Prompt, RolloutBatch
 from megatron_replay.step_metrics import draw_metrics, score, step_metrics
 
@@ -73,7 +73,7 @@ def replay_grpo(
     end_step: Callable[[int], bool],
     start_step: int = 0,
 ) -> None:
-    """Run steps start_step .. train_iters - 1; `end_step(step)` runs after each (checkpoints) and returns True to stop."""
+    """Run steps start_step .. train_iters - 1; `end_step(step)` runs after each and returns True to stop."""
     for step in range(start_step, config.train_iters):
         with phase("sync"):
             engine.load_weights(policy, version=step)

@@ -124,7 +124,7 @@ class GrpoConfig:
             not self.importance.enabled or self.old_logprobs == "recomputed",
             "old_logprobs",
             self.old_logprobs,
-            "must be recomputed where the log-probs are corrected for the engine (with the engine's own there is no gap)",
+            "must be recomputed where rollouts are weighed by trainer / engine probability",
         )
 
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from megatron_replay.replay_buffer import Draw
 
 from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.replay_buffer import Draw
 from megatron_replay.rollout import Completion, RolloutBatch
 
 

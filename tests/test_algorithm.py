@@ -112,7 +112,9 @@ def test_advantages_are_frozen_at_birth_and_closed_form() -> None:
     policy, *_ = run()
     expected = {True: 0.75 / (math.sqrt(3) / 4 + 1e-6), False: -0.25 / (math.sqrt(3) / 4 + 1e-6)}
     for _, batch in policy.batches:
-        for uid, reward, advantage in zip(batch.uid.tolist(), batch.reward.tolist(), batch.advantage.tolist(), strict=True):
+        for uid, reward, advantage in zip(
+            batch.uid.tolist(), batch.reward.tolist(), batch.advantage.tolist(), strict=True
+        ):
             assert reward == float(uid % GROUP == 1)
             assert advantage == pytest.approx(expected[reward > 0], rel=1e-6)
 
@@ -170,7 +172,7 @@ def test_a_bad_reward_drops_its_rollout_alone(bad: float | None) -> None:
     def reward(completions: Sequence[Completion]) -> list[float | None]:
         return [bad if c.uid % 8 == 6 else r for c, r in zip(completions, one_correct(completions), strict=True)]
 
-    policy, _, buffer, rows = run(reward=reward)
+    policy, _, _, rows = run(reward=reward)
     assert all(r["dropped_rewards"] == 2 and r["dropped_logprobs"] == 0 for r in rows)
     seen = torch.cat([b.uid for _, b in policy.batches])
     assert not bool((seen % 8 == 6).any())
@@ -192,7 +194,9 @@ def test_a_bad_logprob_drops_its_rollout_and_is_counted(bad: float | None) -> No
 
 
 def test_no_usable_reward_at_all_is_an_error() -> None:
-    with pytest.raises(ValueError, match="reward must be a finite number .* got none of 16: 16 without a finite reward"):
+    with pytest.raises(
+        ValueError, match="reward must be a finite number .* got none of 16: 16 without a finite reward"
+    ):
         run(reward=lambda completions: [None] * len(completions))
 
 

@@ -6,10 +6,24 @@ import pytest
 
 from megatron_replay.arguments import FLAGS, build_parser, grpo_config, model_options, optimizer_options, parse_args
 
-GOOD = (
-    "--run-dir r --train-iters 5 --load-hf m --seq-length 64 --rl-max-response-length 8 "
-    "--grpo-prompts-per-step 4 --grpo-group-size 4 --lr 1e-3"
-).split()
+GOOD = [
+    "--run-dir",
+    "r",
+    "--train-iters",
+    "5",
+    "--load-hf",
+    "m",
+    "--seq-length",
+    "64",
+    "--rl-max-response-length",
+    "8",
+    "--grpo-prompts-per-step",
+    "4",
+    "--grpo-group-size",
+    "4",
+    "--lr",
+    "1e-3",
+]
 
 
 def test_flags_become_the_dataclasses() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -83,7 +81,9 @@ def test_sampling_leaves_the_model_in_training(trained: MegatronPolicy) -> None:
 
 
 def test_a_prompt_longer_than_the_context_names_the_flags(trained: MegatronPolicy) -> None:
-    with pytest.raises(ValueError, match="--seq-length must hold the longest prompt and --rl-max-response-length 4.*61"):
+    with pytest.raises(
+        ValueError, match="--seq-length must hold the longest prompt and --rl-max-response-length 4.*61"
+    ):
         sampler(trained)([[3] * 61], [0], SamplingConfig(max_response_length=4), EOS)
 
 

@@ -63,9 +63,7 @@ def test_round_trip_is_bit_exact_on_every_shard_count(tp: int, tied: bool) -> No
     padded = shape.padded_vocab_size(128, tp)
     covered = set()
     for name in PARAMETERS:
-        shards = [
-            to_megatron(name, full, shape, padded_vocab=padded, tensor_rank=r, tensor_size=tp) for r in range(tp)
-        ]
+        shards = [to_megatron(name, full, shape, padded_vocab=padded, tensor_rank=r, tensor_size=tp) for r in range(tp)]
         back = to_hf(name, shards, shape)
         for hf, value in back.items():
             assert torch.equal(value, full(hf)), (name, hf)

@@ -52,9 +52,7 @@ def test_update_has_the_loss_and_gradient_of_a_plain_implementation(folder: Path
     logprobs, model = hf_logprobs(folder, source)
     # behavior near the policy, so that ratios straddle both clip bounds
     noise = 0.5 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(3))
-    source = source.replace(
-        behavior_logprobs=torch.where(source.loss_mask, logprobs.detach() + noise, 0.0).float()
-    )
+    source = source.replace(behavior_logprobs=torch.where(source.loss_mask, logprobs.detach() + noise, 0.0).float())
     advantage = torch.repeat_interleave(source.advantage, source.lengths)
     ratio = (logprobs - source.behavior_logprobs.double()).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)[source.loss_mask].mean()

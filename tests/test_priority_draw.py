@@ -9,7 +9,9 @@ from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter
 
 def test_weights_in_closed_form() -> None:
     advantage, std = torch.tensor([2.0, -0.5, 0.0]), torch.tensor([0.3, 0.0, 0.1])
-    assert replay_weights(advantage, std, "abs-advantage", 1.0, 1e-6).tolist() == pytest.approx([2 + 1e-6, 0.5 + 1e-6, 1e-6])
+    assert replay_weights(advantage, std, "abs-advantage", 1.0, 1e-6).tolist() == pytest.approx(
+        [2 + 1e-6, 0.5 + 1e-6, 1e-6]
+    )
     assert replay_weights(advantage, std, "abs-advantage", 0.0, 1e-6).tolist() == [1, 1, 1]
     assert replay_weights(advantage, std, "group-std", 0.5, 1e-6).tolist() == pytest.approx([0.3, 0, 0.1])
     assert replay_weights(advantage, std, "uniform", 0.5, 1e-6).tolist() == [1, 1, 1]

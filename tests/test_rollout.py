@@ -10,7 +10,11 @@ from tests.rollouts import batch, completion
 
 
 def test_mask_is_exactly_the_response_with_first_token_and_eos() -> None:
-    made = [completion(0, prompt=3, response=4), completion(1, prompt=1, response=1), completion(2, prompt=5, response=2)]
+    made = [
+        completion(0, prompt=3, response=4),
+        completion(1, prompt=1, response=1),
+        completion(2, prompt=5, response=2),
+    ]
     b = RolloutBatch.from_completions(made, [1.0, 0.0, 0.5], birth_step=6)
     assert b.loss_mask.int().tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 1]
     assert b.response_lengths.tolist() == [4, 1, 2] and b.lengths.tolist() == [7, 2, 7]

@@ -58,7 +58,7 @@ def draw_with_replacement(
 ) -> tuple[Tensor, Tensor]:
     """n independent draws: draw j is the rollout with the largest key of repeat j (Gumbel-max, exact).
 
-    Returns the winners' positions [n] and keys [n]; with no weight above 0 both are empty. Memory is C values at a time.
+    Returns the winners' positions [n] and keys [n]; both are empty with no weight above 0. Memory: C values at a time.
     """
     if n == 0 or not bool(((weight > 0) & torch.isfinite(weight)).any()):
         return uid.new_empty(0), weight.new_empty(0, dtype=torch.float64)

@@ -18,7 +18,8 @@ def draw_keys(weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int)
     weight = weight.double().contiguous()
     if uid.shape != weight.shape or uid.dtype != torch.int64 or uid.device != weight.device:
         raise ValueError(
-            f"uid must be int64 {list(weight.shape)} on {weight.device}, got {uid.dtype} {list(uid.shape)} on {uid.device}"
+            f"uid must be int64 {list(weight.shape)} on {weight.device}, "
+            f"got {uid.dtype} {list(uid.shape)} on {uid.device}"
         )
     uid = uid.contiguous()
     keys = torch.empty_like(weight)

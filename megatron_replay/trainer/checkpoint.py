@@ -26,9 +26,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron_replay.replay_buffer import RolloutReplayBuffer
 from safetensors.torch import load_file, save_file
 
+from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.policy import MegatronPolicy
 
@@ -106,7 +106,9 @@ def load(
             raise ValueError(f"--load {iteration} was written with {name} {saved!r}, got {value!r}")
     for name, value in _model_identity(policy).items():
         if run["model"][name] != value:
-            raise ValueError(f"--load {iteration} is of another model: {name} {run['model'][name]}, this run has {value}")
+            raise ValueError(
+                f"--load {iteration} is of another model: {name} {run['model'][name]}, this run has {value}"
+            )
     if run["distributed_optimizer"] != _is_distributed(policy):
         raise ValueError(
             f"--load {iteration} was written {'with' if run['distributed_optimizer'] else 'without'} "

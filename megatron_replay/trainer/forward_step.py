@@ -17,10 +17,10 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
 from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
+from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
 from megatron_replay.trainer.attention import PackedSequences
 from megatron_replay.trainer.packing import PackedMicrobatch
 from megatron_replay.trainer.parallel import ParallelGroups

@@ -19,10 +19,10 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
-from megatron_replay.ops.philox import STREAM_SAMPLING, uniform
 from torch import Tensor
 
 from megatron_replay.config import SamplingConfig
+from megatron_replay.ops.philox import STREAM_SAMPLING, uniform
 from megatron_replay.trainer.parallel import ParallelGroups
 
 
@@ -67,8 +67,8 @@ class ModelSampler:
         total = longest + sampling.max_response_length
         if total > self.max_sequence_length:
             raise ValueError(
-                f"--seq-length must hold the longest prompt and --rl-max-response-length {sampling.max_response_length}, "
-                f"got {self.max_sequence_length} for a prompt of {longest} tokens"
+                f"--seq-length must hold the longest prompt and --rl-max-response-length "
+                f"{sampling.max_response_length}, got {self.max_sequence_length} for a prompt of {longest} tokens"
             )
         tokens = torch.full((b, total), eos_id, dtype=torch.int64, device=device)
         for row, prompt in enumerate(prompts):

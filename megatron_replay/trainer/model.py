@@ -134,7 +134,7 @@ def load_hf_weights(model: GPTModel, folder: str | Path, shape: ModelShape, grou
         where = {}
         for path in _safetensors_files(Path(folder)):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            where.update({name: file for name in file.keys()})  # noqa: SIM118 - safe_open is no mapping
+            where.update(dict.fromkeys(file.keys(), file))
         expected = hf_names(shape)
         extra = set(where) - expected - ({"lm_head.weight"} if shape.tied_embeddings else set())
         if missing := expected - set(where):

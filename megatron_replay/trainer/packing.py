@@ -42,7 +42,8 @@ def plan_bins(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[i] > token_budget:
             raise ValueError(
-                f"--micro-batch-size times --seq-length must hold every rollout, got {token_budget} tokens for a rollout of {lengths[i]}"
+                f"--micro-batch-size times --seq-length must hold every rollout, "
+                f"got {token_budget} tokens for a rollout of {lengths[i]}"
             )
         slot = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
         if slot is None:

@@ -120,7 +120,9 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     head = HeadOptions(config.loss, shape.vocab_size, SAMPLING.temperature, chunk_tokens=16, age_buckets=3)
     policy = MegatronPolicy(ddp, optimizer, scheduler, groups, head, bin_tokens=SEQ_LENGTH)
     data = groups.data_parallel()
-    sampler = ModelSampler(unwrap(ddp), groups, vocab_size=shape.vocab_size, max_sequence_length=SEQ_LENGTH, batch_size=7)
+    sampler = ModelSampler(
+        unwrap(ddp), groups, vocab_size=shape.vocab_size, max_sequence_length=SEQ_LENGTH, batch_size=7
+    )
     own = RecordingEngine(sampler, SAMPLING, EOS)
     own.load_weights(policy, 0)
     sampled = own.generate(data.shard(FixedPrompts(shape.vocab_size).take(PROMPTS)), GROUP)

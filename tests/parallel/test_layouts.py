@@ -27,7 +27,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for world, names in {1: ["tp1"], **WORLDS}.items():
         out = folder / f"world{world}.json"
-        torchrun(world, WORKER, "--model", model, "--layouts", *names, "--recording", folder / "recording.json", "--out", out)
+        torchrun(
+            world, WORKER, "--model", model, "--layouts", *names, "--recording", folder / "recording.json", "--out", out
+        )
         found |= json.loads(out.read_text())
     return found
 
@@ -35,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_reference_replays_and_clips(results: dict[str, Any]) -> None:
     """What the layouts are compared on is not trivial: replay on, real advantages, gradients that are clipped."""
     rows = results["tp1"]["rows"]
-    assert [r["replay/draw_size"] for r in rows][0] == 0 and all(r["replay/draw_size"] >= 6 for r in rows[1:])
+    assert rows[0]["replay/draw_size"] == 0 and all(r["replay/draw_size"] >= 6 for r in rows[1:])
     assert all(abs(r["loss"]) > 1e-4 and r["grad_norm"] > 0.1 for r in rows)
     assert rows[2]["replay/age_max"] == 2 and rows[2]["train/kl_mean"] > 0
     assert rows[2]["replay/logprob_abs_diff_mean"] > 1e-3
