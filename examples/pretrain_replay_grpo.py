@@ -90,19 +90,21 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
         state = checkpoint.load(args.load, policy, buffer, fixed, allow_empty_buffer=args.rl_replay_allow_empty_buffer)
         prompts.load_state_dict({"cursor": state.cursor})
     log = RunLog(args.run_dir, start_step=state.step, total_steps=config.train_iters, enabled=dist.get_rank() == 0)
-    counters = {"updates": 0.0, "fresh_rollouts": 0.0, "replayed_rollouts": 0.0, "seconds": 0.0} | state.counters
+    counters: dict[str, Any] = {"updates": 0, "fresh_rollouts": 0, "replayed_rollouts": 0, "seconds": 0.0}
+    counters |= state.counters
     seconds_before = counters["seconds"]
     if "accuracy_before" not in counters:
         counters["accuracy_before"] = evaluate(step=0)
-        log.say(f"held-out accuracy before training: {counters['accuracy_before']:.3f}")
-        log.scalars(0, {"heldout_accuracy": counters["accuracy_before"]})
+        if counters["accuracy_before"] is not None:
+            log.say(f"held-out accuracy before training: {counters['accuracy_before']:.3f}")
+            log.scalars(0, {"heldout_accuracy": counters["accuracy_before"]})
     timer = PhaseTimer()
 
     def report(step: int, iteration: int, metrics: dict[str, Any]) -> None:
-        counters["updates"] += 1.0 - metrics["update_skipped"]
+        counters["updates"] += int(not metrics["update_skipped"])
         if iteration == 0:
-            counters["fresh_rollouts"] += metrics["fresh/rollouts_generated"]
-            counters["replayed_rollouts"] += metrics["replay/draw_size"]
+            counters["fresh_rollouts"] += int(metrics["fresh/rollouts_generated"])
+            counters["replayed_rollouts"] += int(metrics["replay/draw_size"])
         times = {f"time/{p}": 0.0 for p in ("generate", "reward", "draw", "train", "sync")} | timer.drain()
         tokens_per_second = metrics["train/tokens"] / max(1e-9, times["time/train"])
         consumed = {"consumed_train_samples": counters["fresh_rollouts"], "tokens_per_second": tokens_per_second}
@@ -130,24 +132,22 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
         start_step=state.step,
     )
     accuracy_after = evaluate(step=config.train_iters)
-    log.scalars(config.train_iters, {"heldout_accuracy": accuracy_after})
     summary = {
         "accuracy_before": counters["accuracy_before"],
         "accuracy_after": accuracy_after,
         "seconds": seconds_before + time.perf_counter() - began,
-        "updates": int(counters["updates"]),
+        "updates": counters["updates"],
         "tensor_parallel": groups.tensor_size,
         "pipeline_parallel": groups.pipeline_size,
         "data_parallel": groups.data_size,
-        "fresh_rollouts": int(counters["fresh_rollouts"]),
-        "replayed_rollouts": int(counters["replayed_rollouts"]),
+        "fresh_rollouts": counters["fresh_rollouts"],
+        "replayed_rollouts": counters["replayed_rollouts"],
     }
+    if accuracy_after is not None:
+        log.scalars(config.train_iters, {"heldout_accuracy": accuracy_after})
+        log.say(f"held-out accuracy: {summary['accuracy_before']:.3f} before, {accuracy_after:.3f} after training")
+    log.say(f"{summary['updates']} updates in {summary['seconds']:.0f} s; see {args.run_dir}/curves.png")
     log.close(summary)
-    if dist.get_rank() == 0:
-        print(
-            f"held-out accuracy {summary['accuracy_before']:.3f} before, {accuracy_after:.3f} after "
-            f"{summary['updates']} updates in {summary['seconds']:.0f} s; see {args.run_dir}/curves.png"
-        )
 
 
 class HeldoutAccuracy:
@@ -166,14 +166,14 @@ class HeldoutAccuracy:
             self.prompts = heldout_prompts(task, tokenizer, args.eval_prompts, limit)
             self.reward = Reward(task, tokenizer)
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: int) -> float | None:
         if not self.prompts:
-            return float("nan")
+            return None
         self.engine.load_weights(self.policy, version=step)
         completions = self.engine.generate(self.group.shard(self.prompts), self.samples)
         rewards = [r for r in self.reward(completions) if r is not None]
         sums = self.group.sum(torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64))
-        return float(sums[0] / sums[1])
+        return float(sums[0] / sums[1]) if sums[1] > 0 else None
 
 
 def build_policy(

@@ -119,8 +119,9 @@ def draw_curves(rows: list[dict[str, Any]], summary: dict[str, Any], path: Path)
     import matplotlib.pyplot as plt
 
     def series(name: str) -> tuple[list[int], list[float]]:
-        found = [(r["step"], r[name]) for r in rows if name in r]
-        return [s for s, _ in found], [v for _, v in found]
+        # before the first draw the replay numbers are 0 for want of a rollout
+        drawn = [r for r in rows if name in r and (not name.startswith("replay/") or r["replay/draw_size"] > 0)]
+        return [r["step"] for r in drawn], [r[name] for r in drawn]
 
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
     plots = [
@@ -139,13 +140,16 @@ def draw_curves(rows: list[dict[str, Any]], summary: dict[str, Any], path: Path)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    axes[0, 0].scatter(
-        [0, max(r["step"] for r in rows) if rows else 0], [before, after], color="black", zorder=3, label="held out"
-    )
-    axes[0, 0].legend(fontsize=8)
+    accuracy = ""
+    if summary["accuracy_before"] is not None:
+        ends = [summary["accuracy_before"], summary["accuracy_after"]]
+        axes[0, 0].scatter(
+            [0, max((r["step"] for r in rows), default=0)], ends, color="black", zorder=3, label="held out"
+        )
+        axes[0, 0].legend(fontsize=8)
+        accuracy = f"held-out accuracy {ends[0]:.3f} -> {ends[1]:.3f}, "
     figure.suptitle(
-        f"held-out accuracy {before:.3f} -> {after:.3f}, {summary['fresh_rollouts']} fresh and "
+        f"{accuracy}{summary['fresh_rollouts']} fresh and "
         f"{summary['replayed_rollouts']} replayed rollouts, TP{summary['tensor_parallel']} "
         f"PP{summary['pipeline_parallel']} DP{summary['data_parallel']}, {summary['seconds']:.0f} s"
     )

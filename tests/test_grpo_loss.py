@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops import grpo_loss_reference as reference
-from megatron_replay.ops.grpo_loss import (
-    MAXIMA,
-    STATS,
-    GrpoLossOptions,
-    grpo_loss,
-    grpo_loss_terms,
-    rollout_loss_weights,
-    summarize_stats,
-)
+from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss, grpo_loss_terms, rollout_loss_weights
+from megatron_replay.ops.grpo_stats import MAXIMA, STATS, summarize_stats
 from tests.numerics import LossCase, assert_no_worse_than_torch, assert_not_trivial, naive_loss, random_case, torch_loss
 
 OPTIONS = {

@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss, summarize_stats
+from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss
+from megatron_replay.ops.grpo_stats import summarize_stats
 from megatron_replay.ops.linear_grpo_loss import LinearGrpoLoss, linear_grpo_loss, linear_token_logprob
 from megatron_replay.ops.token_logprob import token_logprob
 from tests.numerics import (

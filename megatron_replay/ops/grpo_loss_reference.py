@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_replay.ops.grpo_loss import MAXIMA, STATS, GrpoLossOptions, GrpoLossTerms
+from megatron_replay.ops.grpo_loss import GrpoLossOptions, GrpoLossTerms
+from megatron_replay.ops.grpo_stats import MAXIMA, STATS
 
 
 def grpo_loss_terms(

@@ -43,7 +43,7 @@ class RunState:
     step: int  # the next step to run
     cursor: int  # prompts taken so far
     fixed: dict[str, Any]
-    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+    counters: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def save(folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer, state: RunState) -> Path:

@@ -13,7 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_replay.ops.grpo_loss import MAXIMA, STATS, rollout_loss_weights, summarize_stats
+from megatron_replay.ops.grpo_loss import rollout_loss_weights
+from megatron_replay.ops.grpo_stats import MAXIMA, STATS, summarize_stats
 from megatron_replay.rollout import RolloutBatch
 from megatron_replay.trainer.forward_step import (
     HeadOptions,
