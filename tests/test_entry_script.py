@@ -138,6 +138,21 @@ def test_data_parallel_buffers_reshard_and_lose_nothing(tmp_path: Path) -> None:
     assert row["replay/size"] == len(uids[0] | uids[1]) > last["replay/size"]
 
 
+def test_a_checkpoint_at_the_end_of_an_epoch_resumes_in_the_next(tmp_path: Path) -> None:
+    """A data set of 16 prompts, 8 a step: step 2 is the first of epoch 1, with another order."""
+    data = tmp_path / "data.jsonl"
+    lines = [{"prompt": f"{n:05d}=", "answer": "".join(sorted(f"{n:05d}"))} for n in range(70_000, 70_160, 10)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    task = ("--rl-task", "jsonl", "--data-path", data, "--eval-prompts", 0, "--tensor-model-parallel-size", 1)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    torchrun(1, EXAMPLE, *flags(whole, *task, "--train-iters", 4, "--save-interval", 2))
+    (whole / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    torchrun(1, EXAMPLE, *flags(resumed, *task, "--train-iters", 4, "--load", whole / "checkpoints"))
+    assert comparable(read_metrics(resumed)) == comparable(read_metrics(whole)[2:])
+    summary = json.loads((resumed / "summary.json").read_text())
+    assert summary["accuracy_before"] is None and summary["fresh_rollouts"] == 4 * 32
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -39,11 +42,25 @@ def test_behavior_logprobs_are_the_training_path_s(trained: MegatronPolicy) -> N
     engine.load_weights(trained, version=4)
     completions = engine.generate(prompts([3, 11, 1, 6]), group_size=4)
     batch = RolloutBatch.from_completions(completions, [0.0] * 16, birth_step=4)
-    p = trained
-    p.head = type(p.head)(**{**p.head.__dict__, "temperature": 0.7})
-    assert (p.logprobs(batch) - batch.behavior_logprobs).abs().max() < 1e-4
+    warm = dataclasses.replace(trained, head=dataclasses.replace(trained.head, temperature=0.7))
+    assert (warm.logprobs(batch) - batch.behavior_logprobs).abs().max() < 1e-4
     assert {c.weight_version for c in completions} == {4}
     assert [c.uid for c in completions] == list(range(16))
+
+
+def test_the_gap_to_the_engine_stays_flat_without_learning(tmp_path: Path) -> None:
+    """Twenty steps at learning rate 0: sampled and trained log-probs stay equal, no outlier appears."""
+    p = policy(random_qwen3(tmp_path), lr=0.0, bin_tokens=400)
+    engine = EmbeddedEngine(sampler(p), SamplingConfig(max_response_length=6, seed=1), EOS)
+    gaps = []
+    for step in range(20):
+        engine.load_weights(p, step)
+        asked = [dataclasses.replace(x, counter=100 * step + x.counter) for x in prompts([3, 2])]
+        batch = RolloutBatch.from_completions(engine.generate(asked, 4), [0.0] * 8, step)
+        metrics = p.train(batch.replace(advantage=torch.linspace(-1, 1, 8)), step)
+        assert metrics["train_rollout_logprob_outliers"] == 0
+        gaps.append(metrics["train_rollout_logprob_abs_diff_max"])
+    assert max(gaps) < 1e-5
 
 
 def test_lengths_and_finish_reasons(trained: MegatronPolicy) -> None:

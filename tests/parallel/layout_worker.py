@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatron_replay.config import GrpoConfig, ModelOptions, OptimizerOptions, R
 from megatron_replay.engines.embedded import EmbeddedEngine
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
 from megatron_replay.replay_buffer import RolloutReplayBuffer
-from megatron_replay.rollout import Completion, Prompt
+from megatron_replay.rollout import Completion, Prompt, RolloutBatch
 from megatron_replay.trainer.forward_step import HeadOptions
 from megatron_replay.trainer.generation import ModelSampler
 from megatron_replay.trainer.model import build_model, load_hf_weights
@@ -144,7 +144,20 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     if not args.recording.exists():
         args.recording.write_text(json.dumps([asdict(c) for c in {c.uid: c for c in own.kept}.values()]))
-    return {"rows": rows, "sampled": gather_samples(groups, sampled)}
+    gap = labels_gap(policy) if groups.pipeline_size == 1 else None
+    return {"rows": rows, "sampled": gather_samples(groups, sampled), "labels_gap": gap}
+
+
+@torch.no_grad()
+def labels_gap(policy: MegatronPolicy) -> float:
+    """Largest difference between our log-probs and minus the loss of GPTModel's own labels path."""
+    ids = torch.randint(2, 20, (1, 12), generator=torch.Generator().manual_seed(0))
+    made = Completion(Prompt((int(ids[0, 0]),), 0, 0), 0, tuple(ids[0, 1:].tolist()), (0.0,) * 11, "length", 0)
+    at_one = replace(policy, head=replace(policy.head, temperature=1.0))
+    ours = at_one.logprobs(RolloutBatch.from_completions([made], [0.0], 0))[1:]
+    labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+    theirs = -unwrap(policy.model)(ids, torch.arange(12)[None], None, labels=labels)[0, :11]
+    return float((ours - theirs).abs().max())
 
 
 def gather_samples(groups: ParallelGroups, sampled: list[Completion]) -> dict[str, Any]:

@@ -64,3 +64,8 @@ def test_layout_samples_what_one_rank_samples(results: dict[str, Any], world: in
     for uid, (tokens, logprobs) in expected.items():
         assert got[uid][0] == tokens, uid
         assert got[uid][1] == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2-sp", "dp2", "tp2-dp2"])
+def test_logprobs_equal_the_labels_path_of_megatron(results: dict[str, Any], name: str) -> None:
+    assert results[name]["labels_gap"] < 1e-5
