@@ -66,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) -> None:
     began = time.perf_counter()
     data = groups.data_parallel()
+    if dist.get_rank() == 0:
+        print(
+            f"TP {groups.tensor_size} x PP {groups.pipeline_size} x DP {data.size} on {groups.device.type}, "
+            f"model {args.load_hf}, task {args.rl_task}, replay ratio {config.replay.replay_ratio:g}, "
+            f"writing to {args.run_dir}",
+            flush=True,
+        )
     shape = ModelShape.from_folder(args.load_hf)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model or args.load_hf)
     check(args, shape, tokenizer, groups)

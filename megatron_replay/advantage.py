@@ -37,6 +37,8 @@ def group_advantages(
     """
     if std not in ("population", "sample", "none"):
         raise ValueError(f"std must be one of population, sample, none, got {std!r}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
     if reward.dim() != 1 or reward.shape != group_ids.shape:
         raise ValueError(f"reward must be [N] like group_ids {list(group_ids.shape)}, got {list(reward.shape)}")
     finite = torch.isfinite(reward)

@@ -20,7 +20,8 @@ from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter
 from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_FIELDS, RolloutBatch, cumulative
 
 COUNTERS = ("evicted_by_age", "evicted_by_capacity")
-TOKEN_DTYPES = dict(zip(TOKEN_FIELDS, (torch.int64, torch.bool, torch.float32), strict=True))
+# ids of any vocabulary fit int32; `push` checks it
+STORED_DTYPES = dict(zip(TOKEN_FIELDS, (torch.int32, torch.bool, torch.float32), strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,10 @@ class RolloutReplayBuffer:
         self.arena_tokens = arena_tokens
         self.head = 0  # slot of the oldest rollout
         self.size = 0
+        self.tail = 0  # token of the arena where the next rollout begins
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._evicted_length_sum = self._evicted_rows = 0  # of the last evict
-        self._arena = {n: torch.zeros(arena_tokens, dtype=t, device=device) for n, t in TOKEN_DTYPES.items()}
+        self._arena = {n: torch.zeros(arena_tokens, dtype=t, device=device) for n, t in STORED_DTYPES.items()}
         self._rows = {n: torch.zeros(self.slots, dtype=t, device=device) for n, t in ROLLOUT_DTYPES.items()}
         self._start = torch.zeros(self.slots, dtype=torch.int64, device=device)  # first token in the arena
         self._length = torch.zeros(self.slots, dtype=torch.int64, device=device)
@@ -76,18 +78,19 @@ class RolloutReplayBuffer:
     def push(self, batch: RolloutBatch) -> None:
         """Store copies of the batch's rollouts, newest last; the oldest go where room is short (FIFO, counted).
 
-        Raises ValueError, with nothing stored, for a rollout without finite behavior log-probs or advantage, longer
-        than the arena, stored already, or born before the newest stored one.
+        Raises ValueError, with nothing stored, for a rollout without finite behavior log-probs or advantage, with a
+        token that is no id, longer than the arena, stored already, or born before the newest stored one.
         """
         if len(batch) == 0:
             return
+        batch = batch.to(self._start.device)
         self._check(batch)
         lengths = batch.lengths
         # what cannot fit even in an empty shard: all but the newest rows
         newest_first = lengths.flip(0).cumsum(0)
         fitting = min(self.slots, int((newest_first <= self.arena_tokens).sum()))
-        if fitting < len(batch):
-            self.counters["evicted_by_capacity"] += len(batch) - fitting
+        overflow = len(batch) - fitting
+        if overflow:
             batch = batch.select(torch.arange(len(batch) - fitting, len(batch), device=batch.device))
             lengths = batch.lengths
         need = int(lengths.sum())
@@ -95,20 +98,21 @@ class RolloutReplayBuffer:
         freed = torch.cat([live.new_zeros(1), live.cumsum(0)])  # tokens free again once k of the oldest are gone
         tokens_used = int(freed[-1])
         by_tokens = int((tokens_used - freed + need > self.arena_tokens).sum())
-        drop = max(by_tokens, self.size + len(batch) - self.slots, 0)
-        self.counters["evicted_by_capacity"] += drop
-        first_token = self._first_free_token()
+        # all that is stored is older than a row of the batch that had to go
+        drop = self.size if overflow else max(by_tokens, self.size + len(batch) - self.slots, 0)
+        self.counters["evicted_by_capacity"] += overflow + drop
         self._drop_oldest(drop)
 
         at = (self.head + self.size + torch.arange(len(batch), device=self._start.device)) % self.slots
         cu = cumulative(lengths)
-        start = (first_token + cu[:-1].long()) % self.arena_tokens
+        start = (self.tail + cu[:-1].long()) % self.arena_tokens
         for name, arena in self._arena.items():
-            ragged_scatter(arena, start, cu, getattr(batch, name))
+            ragged_scatter(arena, start, lengths, cu, getattr(batch, name))
         for name, rows in self._rows.items():
             rows[at] = getattr(batch, name)
         self._start[at], self._length[at] = start, lengths
         self.size += len(batch)
+        self.tail = (self.tail + need) % self.arena_tokens
 
     def evict(self, step: int) -> int:
         """Drop every rollout with step - birth_step > tau_max; returns how many of this shard. Run it before `draw`."""
@@ -129,7 +133,7 @@ class RolloutReplayBuffer:
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
         if n == 0:
-            return Draw(RolloutBatch.empty(), torch.empty(0, dtype=torch.int64), 0)
+            return Draw(self._gather(self._live()[:0]), torch.empty(0, dtype=torch.int64), 0)
         live = self._live()
         self._check_ages(step - self._rows["birth_step"][live], step)
         uid, weight = self._rows["uid"][live], self._weights(live)
@@ -157,14 +161,14 @@ class RolloutReplayBuffer:
             torch.tensor(local, dtype=torch.float64)
         ).tolist()
         return {
-            "replay/size": size,
-            "replay/tokens_stored": tokens,
+            "replay/size": int(size),
+            "replay/tokens_stored": int(tokens),
             "replay/priority_mean": weight / max(1.0, size),
             "replay/stored_age_mean": age / max(1.0, size),
             "replay/stored_length_mean": tokens / max(1.0, size),
             "replay/evicted_length_mean": length / max(1.0, rows),
-            "replay/evicted_by_age": by_age,
-            "replay/evicted_by_capacity": by_capacity,
+            "replay/evicted_by_age": int(by_age),
+            "replay/evicted_by_capacity": int(by_capacity),
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -178,12 +182,17 @@ class RolloutReplayBuffer:
         """Replace the content by the union of saved shards, of any number of ranks.
 
         This rank keeps the groups with group_ids mod shards == rank, in (birth_step, uid) order; rank 0 keeps the
-        counters' sums. Raises ValueError for a missing tensor or a uid that is there twice.
+        counters' sums. Raises ValueError, with nothing changed, for no shards, a missing tensor, tokens that are cut
+        off, or a uid that is there twice.
         """
+        if not shards:
+            raise ValueError("shards must hold every saved shard, got none")
         names = (*TOKEN_FIELDS, *ROLLOUT_DTYPES, "cu_seqlens")
         for i, shard in enumerate(shards):
             if missing := [x for x in (*names, *COUNTERS) if x not in shard]:
                 raise ValueError(f"shard {i} of {len(shards)} of the replay buffer lacks {', '.join(missing)}")
+            if (want := int(shard["cu_seqlens"][-1])) != (got := shard["tokens"].numel()):
+                raise ValueError(f"shard {i} of {len(shards)} of the replay buffer must hold {want} tokens, got {got}")
         union = RolloutBatch.cat([RolloutBatch(**{name: shard[name] for name in names}) for shard in shards])
         uids, times = torch.unique(union.uid, return_counts=True)
         if bool((times > 1).any()):
@@ -191,7 +200,7 @@ class RolloutReplayBuffer:
         by_uid = union.uid.argsort(stable=True)
         order = by_uid[union.birth_step[by_uid].argsort(stable=True)]
         mine = order[union.group_ids[order] % self.group.size == self.group.rank]
-        self.head = self.size = 0
+        self.head = self.size = self.tail = 0
         self.counters = {
             name: sum(int(shard[name]) for shard in shards) if self.group.rank == 0 else 0 for name in COUNTERS
         }
@@ -236,16 +245,11 @@ class RolloutReplayBuffer:
         return rows[:, 0].contiguous().view(torch.float64), rows[:, 1].contiguous(), owner
 
     def _gather(self, slots: Tensor) -> RolloutBatch:
-        cu = cumulative(self._length[slots])
-        start = self._start[slots]
-        tokens = {name: ragged_gather(arena, start, cu) for name, arena in self._arena.items()}
-        return RolloutBatch(cu_seqlens=cu, **tokens, **{name: rows[slots] for name, rows in self._rows.items()})
-
-    def _first_free_token(self) -> int:
-        if self.size == 0:
-            return 0
-        newest = (self.head + self.size - 1) % self.slots
-        return int(self._start[newest] + self._length[newest]) % self.arena_tokens
+        start, lengths = self._start[slots], self._length[slots]
+        cu = cumulative(lengths)
+        packed = {name: ragged_gather(arena, start, lengths, cu) for name, arena in self._arena.items()}
+        packed["tokens"] = packed["tokens"].long()
+        return RolloutBatch(cu_seqlens=cu, **packed, **{name: rows[slots] for name, rows in self._rows.items()})
 
     def _drop_oldest(self, count: int) -> None:
         self.head = (self.head + count) % self.slots
@@ -259,8 +263,11 @@ class RolloutReplayBuffer:
 
     def _check(self, batch: RolloutBatch) -> None:
         rollout = torch.repeat_interleave(torch.arange(len(batch), device=batch.device), batch.lengths)
-        unusable = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
-        unusable.index_add_(0, rollout, (~torch.isfinite(batch.behavior_logprobs) & batch.loss_mask).long())
+        no_id = (batch.tokens < 0) | (batch.tokens > torch.iinfo(torch.int32).max)
+
+        def any_token(bad: Tensor) -> Tensor:  # [T] -> [N]
+            return torch.zeros(len(batch), dtype=torch.int64, device=bad.device).index_add_(0, rollout, bad.long()) > 0
+
         too_long = batch.lengths > self.arena_tokens
         live = self._live()
         again = torch.isin(batch.uid, self._rows["uid"][live])
@@ -269,7 +276,8 @@ class RolloutReplayBuffer:
         newest = int(self._rows["birth_step"][live[-1]]) if self.size else int(birth[0])
         earlier = birth < torch.cat([birth.new_tensor([newest]), birth[:-1]])
         for bad, words in (
-            (unusable > 0, "behavior_logprobs must be finite"),
+            (any_token(~torch.isfinite(batch.behavior_logprobs)), "behavior_logprobs must be finite"),
+            (any_token(no_id), "tokens must be ids in [0, 2^31)"),
             (~torch.isfinite(batch.advantage), "advantage must be finite"),
             (too_long, f"arena_tokens {self.arena_tokens} must hold every rollout"),
             (again | (times[inverse] > 1), "uid must be stored once"),

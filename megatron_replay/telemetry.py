@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -33,8 +34,17 @@ class PhaseTimer:
         return out
 
 
+def set_aside(folder: Path) -> Path | None:
+    """Rename the folder of an earlier run to FOLDER.1, .2, ...: a new run overwrites nothing. None if there is none."""
+    if not (folder / METRICS_FILE).exists():
+        return None
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
 class RunLog:
-    """The run folder of one run. A resumed run drops the rows its checkpoint has not seen and goes on."""
+    """The run folder of one run. A resumed run drops the rows its checkpoint has not seen and goes on; a new run
+    sets an earlier one in the same place aside."""
 
     def __init__(self, folder: str | Path, *, start_step: int, total_steps: int, enabled: bool = True) -> None:
         self.folder = Path(folder)
@@ -44,6 +54,7 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
+        earlier = set_aside(self.folder) if start_step == 0 else None
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_metrics(self.folder) if row["step"] < start_step]
         with open(self.folder / METRICS_FILE, "w") as file:
@@ -51,6 +62,8 @@ class RunLog:
         self._file = open(self.folder / METRICS_FILE, "a", buffering=1)  # noqa: SIM115 - closed in close()
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start_step)
         self._bar = tqdm(total=total_steps, initial=start_step, desc="replay GRPO", unit="step", dynamic_ncols=True)
+        if earlier is not None:
+            self.say(f"the run that was in {self.folder} is now in {earlier}")
 
     def update(self, step: int, iteration: int, metrics: dict[str, Any]) -> None:
         """One row: an update of the policy."""

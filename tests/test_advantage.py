@@ -58,6 +58,8 @@ def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="std must be one of population, sample, none, got 'batch'"):
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), std="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="eps must be at least 0, got -1.0"):
+        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), eps=-1.0)
     with pytest.raises(ValueError, match=r"reward must be \[N\] like group_ids \[3\], got \[2\]"):
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_replay.ops import philox
 from megatron_replay.ops.philox import STREAM_REPLAY_DRAW, STREAM_SAMPLING, philox4x32, uniform
 
 KNOWN = [
@@ -20,6 +21,7 @@ KNOWN = [
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
     words = philox4x32(tuple(torch.tensor([c, c]) for c in counter), key)  # type: ignore[arg-type]
     assert [w.tolist() for w in words] == [[e, e] for e in expected]
+    assert [int(w) for w in philox4x32(counter, key)] == list(expected)  # type: ignore[arg-type]
 
 
 def test_uniform_is_a_function_of_each_of_its_arguments() -> None:
@@ -44,3 +46,17 @@ def test_uniform_is_inside_the_open_interval_and_flat() -> None:
     counts = torch.histc(u.float(), 20, 0, 1)
     assert ((counts - 5000) ** 2 / 5000).sum() < 43.8  # 19 degrees of freedom, p = 0.001
     assert u.unique().numel() == u.numel()
+
+
+@pytest.mark.parametrize("word", [0, philox.WORD])
+def test_the_extreme_bits_give_neither_0_nor_1(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(philox, "philox4x32", lambda counter, key: (torch.full_like(counter[0], word),) * 4)
+    u = uniform(0, STREAM_SAMPLING, torch.zeros(1, dtype=torch.int64), 0, 0)
+    assert 0 < u.item() < 1 and torch.isfinite((-u.log()).log()).all()
+
+
+def test_a_negative_a_is_its_two_words() -> None:
+    a = torch.tensor([-1])
+    word0, word1, _, _ = philox4x32((0xFFFFFFFF, 0xFFFFFFFF, 7, 2), (9, STREAM_SAMPLING))
+    k = (int(word0) << 21) | (int(word1) >> 11)
+    assert uniform(9, STREAM_SAMPLING, a, 7, 2).item() == (k + 0.5) * 2.0**-53

@@ -4,8 +4,7 @@
 
 Next-token training on the answers of the task's training split, stopped when sampled accuracy on held-out problems
 first reaches --target: good enough that most groups of eight hold a right answer, and far from solved. A share of
-the answers has its digits shuffled, so that the model takes longer to get there. Without it the same accuracy
-comes after some sixty updates, and a model that young is lost to the first steps of reinforcement learning.
+the answers has its digits shuffled, so that the model trains longer before it gets there: 125 updates, not 65.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def main() -> None:
     args = parser.parse_args()
     if not ACCEPTED[0] <= args.target <= ACCEPTED[1]:
         parser.error(f"--target must be in [{ACCEPTED[0]}, {ACCEPTED[1]}], got {args.target}")
-
     if not 0 <= args.shuffled < 1:
         parser.error(f"--shuffled must be in [0, 1), got {args.shuffled}")
     torch.set_num_threads(1)

@@ -18,14 +18,14 @@ STREAM_SAMPLING = 0x5347
 
 
 def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+    counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words from a 4 x 32-bit counter and a 2 x 32-bit key.
 
-    Words are int64 tensors of one shape with values in [0, 2^32); the products wrap modulo 2^64, whose two
-    halves are the ones the generator asks for.
+    Words of the counter are int64 tensors of shapes that broadcast, or ints, with values in [0, 2^32); so are the
+    four words of the result. The products wrap modulo 2^64, whose two halves are the ones the generator asks for.
     """
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
     k0, k1 = key
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]

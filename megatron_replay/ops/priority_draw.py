@@ -12,6 +12,7 @@ from megatron_replay.ops import backend as backends
 
 PRIORITIES = ("abs-advantage", "group-std", "uniform")
 MAX_WORD = 2**32 - 1  # step and repeat are words of the counter
+BLOCK = 2**20  # keys held at a time by a draw with replacement
 
 
 def replay_weights(advantage: Tensor, group_std: Tensor, priority: str, alpha: float, eps: float) -> Tensor:
@@ -26,22 +27,23 @@ def replay_weights(advantage: Tensor, group_std: Tensor, priority: str, alpha: f
 
 
 def draw_keys(
-    weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int | Tensor = 0, backend: str | None = None
+    weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int = 0, backend: str | None = None
 ) -> Tensor:
     """key_i = log w_i - log(-log u_i), u_i = philox(seed, replay stream; uid_i, step, repeat) in (0, 1).
 
     The n largest keys are an exact draw of n rollouts without replacement, one after another with probability
     proportional to w (Gumbel-top-k). A key depends on its rollout and the step alone, so every rank, layout and device
     finds the same. weight [C] float, uid [C] int64 -> [C] float64; a weight that is 0, negative, NaN or infinite has
-    key -inf and is never drawn. Raises ValueError for wrong shapes, dtypes, or a step outside 32 bits.
+    key -inf and is never drawn. Raises ValueError for wrong shapes, dtypes, or a step or repeat outside 32 bits.
     Source: Efraimidis and Spirakis, Inf. Process. Lett. 97 (2006); Kool et al., arXiv 1903.06059.
     """
     if weight.dim() != 1 or weight.shape != uid.shape:
         raise ValueError(f"weight must be [C] like uid {list(uid.shape)}, got {list(weight.shape)}")
     if uid.dtype != torch.int64:
         raise ValueError(f"uid must be int64, got {uid.dtype}")
-    if not 0 <= step <= MAX_WORD:
-        raise ValueError(f"step must be in [0, 2^32), got {step}")
+    for name, word in (("step", step), ("repeat", repeat)):
+        if not 0 <= word <= MAX_WORD:
+            raise ValueError(f"{name} must be in [0, 2^32), got {word}")
     chosen = backends.resolve("priority_draw", backend, weight.device)
     return backends.load("priority_draw", chosen).draw_keys(weight, uid, seed=seed, step=step, repeat=repeat)
 
@@ -58,14 +60,22 @@ def draw_with_replacement(
 ) -> tuple[Tensor, Tensor]:
     """n independent draws: draw j is the rollout with the largest key of repeat j (Gumbel-max, exact).
 
-    Returns the winners' positions [n] and keys [n]; both are empty with no weight above 0. Memory: C values at a time.
+    Returns the winners' positions [n] and keys [n]; both are empty with no weight above 0. Memory: BLOCK keys, or C.
     """
     if n == 0 or not bool(((weight > 0) & torch.isfinite(weight)).any()):
         return uid.new_empty(0), weight.new_empty(0, dtype=torch.float64)
+    by_uid = uid.argsort(stable=True)  # max takes the first of equal keys: the smallest uid
+    weight, uid = weight[by_uid], uid[by_uid]
+    rows = max(1, BLOCK // uid.numel())
     positions, keys = [], []
-    for repeat in range(n):
-        key = draw_keys(weight, uid, seed=seed, step=step, repeat=repeat, backend=backend)
-        at = largest(key, uid, 1)
-        positions.append(at)
-        keys.append(key[at])
+    for first in range(0, n, rows):
+        block = torch.stack(
+            [
+                draw_keys(weight, uid, seed=seed, step=step, repeat=repeat, backend=backend)
+                for repeat in range(first, min(first + rows, n))
+            ]
+        )  # [rows, C]
+        key, at = block.max(1)
+        positions.append(by_uid[at])
+        keys.append(key)
     return torch.cat(positions), torch.cat(keys)

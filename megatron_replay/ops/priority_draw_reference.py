@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_replay.ops.philox import STREAM_REPLAY_DRAW, uniform
 
 
-def draw_keys(weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int | Tensor) -> Tensor:
+def draw_keys(weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int) -> Tensor:
     w = weight.double()
     usable = (w > 0) & torch.isfinite(w)
     gumbel = -(-uniform(seed, STREAM_REPLAY_DRAW, uid, step, repeat).log()).log()

@@ -1,0 +1,138 @@
+"""Building the GPTModel and loading a Hugging Face folder: what is refused, and what is covered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_replay.config import ModelOptions
+from megatron_replay.trainer.model import (
+    _check_layout,
+    build_model,
+    checkpoint_identity,
+    global_parameters,
+    load_hf_weights,
+    resolve_impl,
+)
+from megatron_replay.weight_sync.hf_mapping import find_rule, hf_names
+from megatron_replay.weight_sync.model_shape import ModelShape
+from tests.single_rank import SEQ_LENGTH, groups, random_qwen3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return random_qwen3(tmp_path / "model")
+
+
+def load(folder: Path) -> torch.nn.Module:
+    shape = ModelShape.from_folder(folder)
+    model = build_model(shape, ModelOptions(make_vocab_size_divisible_by=8), groups(), SEQ_LENGTH)
+    load_hf_weights(model, folder, shape, groups())
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_has_a_rule_and_every_tensor_is_used(tmp_path: Path, tied: bool) -> None:
+    model = load(random_qwen3(tmp_path, tied=tied))
+    shape = ModelShape.from_folder(tmp_path)
+    used = {hf for name, _ in global_parameters(model) for hf in find_rule(name, shape)[1]}
+    assert used == hf_names(shape)
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def change(folder: Path, edit: dict[str, torch.Tensor | None]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in edit.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    change(folder, {"model.layers.2.mlp.up_proj.weight": None, "model.norm.weight": None})
+    with pytest.raises(
+        ValueError, match=r"--load-hf .* lacks 2 tensors, the first is model.layers.2.mlp.up_proj.weight"
+    ):
+        load(folder)
+
+
+def test_an_unknown_tensor_is_named(folder: Path) -> None:
+    change(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"--load-hf .* has 1 unknown tensors, .*self_attn.q_proj.bias"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    change(folder, {"model.layers.1.self_attn.q_norm.weight": torch.ones(17)})
+    words = r"does not fit its config.json: decoder.layers.1.self_attention.q_layernorm.weight is \[17\], .* \[16\]"
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_a_folder_without_weights_or_config_is_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="--load-hf must name a folder with safetensors weights"):
+        load(folder)
+    with pytest.raises(ValueError, match="--load-hf must name a folder with a config.json"):
+        ModelShape.from_folder(tmp_path / "nowhere")
+
+
+def test_an_index_names_the_files(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    where = {n: f"part-{i % 2}.safetensors" for i, n in enumerate(names)}
+    for part in set(where.values()):
+        save_file({n: tensors[n] for n in names if where[n] == part}, folder / part)
+    save_file({"stray": torch.zeros(1)}, folder / "stray.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    load(folder)
+
+
+def test_identity_follows_the_weights(folder: Path, tmp_path: Path) -> None:
+    same = random_qwen3(tmp_path / "same")
+    other = random_qwen3(tmp_path / "other", seed=1)
+    assert checkpoint_identity(folder) == checkpoint_identity(same) != checkpoint_identity(other)
+
+
+def test_transformer_engine_is_refused_where_it_cannot_run() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what happens without a CUDA device")
+    with pytest.raises(ValueError, match="--transformer-impl must be local or auto here, got 'transformer_engine'"):
+        resolve_impl("transformer_engine")
+    assert resolve_impl("auto") == resolve_impl("local") == "local"
+
+
+@dataclasses.dataclass
+class Sizes:
+    tensor_size: int = 1
+    pipeline_size: int = 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "words"),
+    [
+        (Sizes(3), {}, "--tensor-model-parallel-size must divide the 4 attention heads, got 3"),
+        (Sizes(4), {}, "--tensor-model-parallel-size must divide the 2 key-value heads, got 4"),
+        (Sizes(1, 3), {}, "--pipeline-model-parallel-size must divide the 4 layers, got 3"),
+        (Sizes(), {"sequence_parallel": True}, "--sequence-parallel needs --tensor-model-parallel-size above 1, got 1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_the_flag(
+    folder: Path, sizes: Sizes, options: dict[str, bool], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        _check_layout(ModelShape.from_folder(folder), ModelOptions(**options), sizes)  # type: ignore[arg-type]
+
+
+def test_only_tested_precisions() -> None:
+    with pytest.raises(ValueError, match="dtype must be one of torch.float32, torch.bfloat16, got torch.float16"):
+        ModelOptions(dtype=torch.float16)
