@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import time
@@ -178,7 +179,7 @@ class HeldoutAccuracy:
             return None
         self.engine.load_weights(self.policy, version=step)
         completions = self.engine.generate(self.group.shard(self.prompts), self.samples)
-        rewards = [r for r in self.reward(completions) if r is not None]
+        rewards = [r for r in self.reward(completions) if r is not None and math.isfinite(r)]
         sums = self.group.sum(torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64))
         return float(sums[0] / sums[1]) if sums[1] > 0 else None
 

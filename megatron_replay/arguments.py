@@ -197,6 +197,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # the dataclasses check the rest: a bad value ends here, before any process group starts
     grpo_config(args)
     optimizer_options(args)
+    model_options(args)
     return args
 
 

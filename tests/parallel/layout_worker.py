@@ -150,10 +150,14 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def labels_gap(policy: MegatronPolicy) -> float:
-    """Largest difference between our log-probs and minus the loss of GPTModel's own labels path."""
+    """Largest difference between our log-probs and minus the loss of GPTModel's own labels path.
+
+    That path lets the padded columns of the vocabulary into its softmax, so here ours does too.
+    """
     ids = torch.randint(2, 20, (1, 12), generator=torch.Generator().manual_seed(0))
     made = Completion(Prompt((int(ids[0, 0]),), 0, 0), 0, tuple(ids[0, 1:].tolist()), (0.0,) * 11, "length", 0)
-    at_one = replace(policy, head=replace(policy.head, temperature=1.0))
+    padded = unwrap(policy.model).vocab_size
+    at_one = replace(policy, head=replace(policy.head, temperature=1.0, vocab_size=padded))
     ours = at_one.logprobs(RolloutBatch.from_completions([made], [0.0], 0))[1:]
     labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
     theirs = -unwrap(policy.model)(ids, torch.arange(12)[None], None, labels=labels)[0, :11]
