@@ -62,7 +62,8 @@ class ModelSampler:
     ) -> list[tuple[list[int], list[float]]]:
         device = self.groups.device
         b = len(prompts)
-        prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts])
+        prompt_lengths = lengths.to(device)
         shortest, longest = len(prompts[0]), max(map(len, prompts))
         total = longest + sampling.max_response_length
         if total > self.max_sequence_length:
@@ -87,7 +88,7 @@ class ModelSampler:
             logits = wrapper.run_one_forward_step(
                 {"tokens": tokens[:, start:end], "position_ids": position_ids, "attention_mask": None}
             )
-            u = uniform(sampling.seed, STREAM_SAMPLING, uid, (end - prompt_lengths.cpu()).clamp(min=0), 0).to(device)
+            u = uniform(sampling.seed, STREAM_SAMPLING, uid, (end - lengths).clamp(min=0), 0).to(device)
             drawn, drawn_logprob = self._draw(logits, u, sampling)
             # rows whose prompt is longer read their own next token, so one batch holds unequal prompts
             sampling_now = (end >= prompt_lengths) & ~done
@@ -102,7 +103,7 @@ class ModelSampler:
             context.enable_decode_mode()
         return [
             (tokens[i, n:e].tolist(), logprobs[i, n:e].tolist())
-            for i, (n, e) in enumerate(zip(prompt_lengths.tolist(), ends.tolist(), strict=True))
+            for i, (n, e) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True))
         ]
 
     def _draw(self, logits: Tensor | None, u: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
