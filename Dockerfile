@@ -1,4 +1,4 @@
-# Trainer image. torch, Transformer Engine and apex are the base image's and are never reinstalled.
+# Trainer image; not built in CI. torch, Transformer Engine and apex are the base image's and are never reinstalled.
 # (The PyPI project called "apex" is something else.)
 ARG BASE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${BASE}
@@ -10,9 +10,12 @@ ENV MEGATRON_REPLAY_CUDA=1 \
 
 WORKDIR /opt/megatron_replay
 COPY requirements/container.txt requirements/container.txt
-# the base image's own constraint file keeps its torch and its libraries at their versions
-RUN pip install --no-deps megatron-core==0.19.2 \
- && pip install -r requirements/container.txt
+# the base image's pip constraints keep its packages at their versions; that of torch is checked, whatever the base
+RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > /tmp/torch.txt \
+ && pip install --no-deps megatron-core==0.19.2 \
+ && pip install --constraint /tmp/torch.txt -r requirements/container.txt \
+ && python -c "from importlib.metadata import version; print('torch==' + version('torch'))" | diff /tmp/torch.txt - \
+ && rm /tmp/torch.txt
 
 COPY . .
 RUN pip install --no-build-isolation --no-deps --editable . \

@@ -19,12 +19,14 @@ help:
 
 install: $(STAMP)  ## set up .venv and build the extension; does nothing when both are up to date
 
-$(STAMP): requirements/cpu.txt pyproject.toml setup.py $(wildcard csrc/*)
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+$(STAMP): $(wildcard requirements/*.txt) pyproject.toml setup.py $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("PYTHON must be 3.11 or later, got " + sys.version)'
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet torch==2.13.0
-	# it ships a wheel for 3.11 and declares >= 3.12; without --no-deps the flag would reach its dependencies too
+	# it ships a wheel for 3.11 and declares >= 3.12 (where the flag does nothing); without --no-deps the flag
+	# would reach its dependencies too
 	$(PIP) install --quiet --ignore-requires-python --no-deps megatron-core==0.19.2
-	$(PIP) install --quiet -r requirements/cpu.txt
+	$(PIP) install --quiet -r requirements/dev.txt
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	touch $(STAMP)
 

@@ -1,6 +1,7 @@
 """Builds megatron_replay._C: g++ alone, with a CUDA object where nvcc is found.
 
-MEGATRON_REPLAY_CUDA=0 never builds it, =1 demands it; MEGATRON_REPLAY_CUDA_ARCHS lists compute capabilities.
+MEGATRON_REPLAY_CUDA=0 never builds it, =1 demands it; MEGATRON_REPLAY_CUDA_ARCHS lists compute capabilities
+("80;90;100", where a number may end in a or f). Every build starts anew, so a switch always takes effect.
 No torch headers: torch's CUDAExtension refuses a CPU build of torch. cudart is linked statically, so the
 module imports on a machine without a driver.
 """
@@ -8,6 +9,8 @@ module imports on a machine without a driver.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,7 +20,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-ARCHS = os.environ.get("MEGATRON_REPLAY_CUDA_ARCHS", "80;90;100").split(";")
+
+
+def architectures() -> list[str]:
+    """Compute capabilities to compile for, lowest first. Ends the build where the list is malformed."""
+    wanted = os.environ.get("MEGATRON_REPLAY_CUDA_ARCHS", "80;90;100")
+    if not re.fullmatch(r"\d{2,3}[af]?(;\d{2,3}[af]?)*", wanted):
+        raise SystemExit(f'MEGATRON_REPLAY_CUDA_ARCHS must be numbers like "80;90;100", got {wanted!r}')
+    return sorted(set(wanted.split(";")), key=lambda arch: (int(arch.rstrip("af")), arch))
 
 
 def find_nvcc() -> str | None:
@@ -37,7 +47,10 @@ def find_nvcc() -> str | None:
 def cudart_folder(nvcc: str) -> Path:
     """The folder of libcudart_static.a that belongs to this nvcc."""
     said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
-    top = Path(said.split("TOP=")[1].splitlines()[0].strip()).resolve()
+    named = re.search(r"TOP=(.+)", said)
+    if named is None:
+        raise SystemExit(f"{nvcc} --dryrun does not name its toolkit (TOP=), it says {said.strip()!r}")
+    top = Path(named[1].strip()).resolve()
     for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
         if (top / folder / "libcudart_static.a").exists():
             return top / folder
@@ -45,20 +58,28 @@ def cudart_folder(nvcc: str) -> Path:
 
 
 def compile_cuda(nvcc: str, folder: Path) -> str:
-    """Compile csrc/priority_draw.cu for ARCHS, and as PTX for what comes later; returns the object's path."""
+    """Compile csrc/priority_draw.cu for each architecture, and as PTX for later ones; returns the object's path."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "priority_draw.o"
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHS]
-    codes.append(f"-gencode=arch=compute_{ARCHS[-1]},code=compute_{ARCHS[-1]}")
+    archs = architectures()
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    newest = archs[-1].rstrip("af")  # PTX with a suffix would run on that architecture alone
+    codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     flags = ["-O3", "-std=c++17", "-lineinfo", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-    define = f'-DMR_CUDA_ARCHS="{";".join(ARCHS)}"'
-    subprocess.run(
-        [nvcc, *flags, *codes, define, "-Icsrc", "-c", "csrc/priority_draw.cu", "-o", str(target)], check=True, cwd=ROOT
-    )
+    define = f'-DMR_CUDA_ARCHS="{";".join(archs)}"'
+    command = [nvcc, *flags, *codes, define, "-Icsrc", "-c", "csrc/priority_draw.cu", "-o", str(target)]
+    if (status := subprocess.run(command, check=False, cwd=ROOT).returncode) != 0:
+        switches = "MEGATRON_REPLAY_CUDA_ARCHS names other architectures, MEGATRON_REPLAY_CUDA=0 builds without"
+        raise SystemExit(f"nvcc ended with {status}: {shlex.join(command)}\n{switches}")
     return str(target)
 
 
 class BuildExtension(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # file times do not tell that a switch, or nvcc itself, has changed since the last build
+        self.force = True
+
     def build_extension(self, ext: Extension) -> None:
         nvcc = find_nvcc()
         if nvcc is None:

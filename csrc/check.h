@@ -30,11 +30,23 @@ std::string joined(const Values&... values) {
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
+
+namespace megatron_replay {
+
+// What to look for, where the runtime's own words mislead: it calls a missing driver an insufficient one.
+inline const char* hint(cudaError_t status) {
+    if (status == cudaErrorInsufficientDriver) return " (no NVIDIA driver is loaded, or it is too old)";
+    return status == cudaErrorNoDevice ? " (a driver is loaded, and it shows no GPU)" : "";
+}
+
+}  // namespace megatron_replay
+
 #define MR_CUDA(call)                                                                               \
     do {                                                                                            \
         const cudaError_t status = (call);                                                          \
         if (status != cudaSuccess)                                                                  \
             throw megatron_replay::CudaError(megatron_replay::joined(                               \
-                cudaGetErrorName(status), ": ", cudaGetErrorString(status), " in ", #call));        \
+                cudaGetErrorName(status), ": ", cudaGetErrorString(status), " in ", #call,                  \
+                megatron_replay::hint(status)));        \
     } while (0)
 #endif

@@ -5,6 +5,7 @@ from megatron_replay.algorithm import Engine, Policy, replay_grpo
 from megatron_replay.config import GrpoConfig, ReplayConfig, SamplingConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss, rollout_loss_weights
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
 from megatron_replay.ops.token_logprob import token_logprob
 from megatron_replay.replay_buffer import Draw, RolloutReplayBuffer
@@ -18,6 +19,7 @@ __all__ = [
     "Engine",
     "GroupAdvantages",
     "GrpoConfig",
+    "GrpoLossInputs",
     "GrpoLossOptions",
     "Policy",
     "Prompt",

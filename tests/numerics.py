@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 
 
 def assert_no_worse_than_torch(actual: Tensor, truth64: Tensor, torch_same_dtype: Tensor, eps: float = 1e-6) -> None:
@@ -60,6 +62,10 @@ class LossCase:
     def arguments(self) -> dict:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def call(self, **changes: Any) -> dict[str, Any]:
+        """Keyword arguments of grpo_loss and grpo_loss_terms."""
+        return loss_call(**(self.arguments() | changes))
+
     def double(self) -> LossCase:
         floating = {
             k: v.double() for k, v in self.arguments().items() if isinstance(v, Tensor) and v.is_floating_point()
@@ -69,6 +75,13 @@ class LossCase:
     @property
     def bounds(self) -> list[tuple[int, int]]:
         return list(pairwise(self.cu_seqlens.tolist()))
+
+
+def loss_call(**flat: Any) -> dict[str, Any]:
+    """Flat fields -> arguments: what belongs to GrpoLossInputs goes into one."""
+    names = {f.name for f in fields(GrpoLossInputs)}
+    rest = {k: v for k, v in flat.items() if k not in names}
+    return {**rest, "inputs": GrpoLossInputs(**{k: v for k, v in flat.items() if k in names})}
 
 
 def random_case(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -50,6 +52,38 @@ def test_wrong_inputs_are_named() -> None:
         extension().priority_keys_cpu(0, 0, 0, -1, 0, 0, 0, 0)
 
 
+def test_strided_and_narrow_inputs_give_the_reference_s_keys() -> None:
+    weight, uid = inputs(64)
+    for w, u in ((weight[::2], uid[1::2]), (weight.float(), uid), (weight[::3].to(torch.bfloat16), uid[:22])):
+        ours = compiled_keys(w, u, seed=7, step=2, repeat=1)
+        expected = reference.draw_keys(w, u, seed=7, step=2, repeat=1)
+        finite = torch.isfinite(expected)
+        assert bool(finite.any()) and torch.equal(torch.isfinite(ours), finite)
+        assert torch.allclose(ours[finite], expected[finite], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (torch.ones(4, dtype=torch.int64), r"^weight must be a floating point \[C\], got torch.int64 \[4\]"),
+        (torch.ones(2, 2), r"^weight must be a floating point \[C\], got torch.float32 \[2, 2\]"),
+        (torch.ones(4, device="meta"), r"^weight must be on a CPU or CUDA device, got meta"),
+    ],
+)
+def test_wrong_weights_are_named(weight: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compiled_keys(weight, torch.arange(4).reshape(weight.shape), seed=0, step=0, repeat=0)
+
+
+def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron_replay
+
+    monkeypatch.delattr(megatron_replay, "_C", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_replay._C", None)
+    with pytest.raises(RuntimeError, match=r"^megatron_replay._C is not built \(.+\); run `pip install .+ -e \.`"):
+        extension()
+
+
 def test_an_explicit_cuda_request_on_the_cpu_is_refused() -> None:
     weight, uid = inputs(8)
     with pytest.raises(RuntimeError, match="backend cuda cannot run priority_draw on cpu: it needs a CUDA device"):
@@ -59,7 +93,7 @@ def test_an_explicit_cuda_request_on_the_cpu_is_refused() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a CUDA device")
 def test_without_a_driver_or_nvcc_a_cuda_call_says_so() -> None:
     c = extension()
-    words = "cuda.*in cudaGetDeviceCount" if c.cuda_architectures() else "built without CUDA"
+    words = r"cuda.*in cudaGetDeviceCount.*\(.*driver" if c.cuda_architectures() else "built without CUDA"
     with pytest.raises(c.CudaError, match=words):
         c.device_count()
     weight, uid = inputs(8)

@@ -39,7 +39,7 @@ def evaluate(case: LossCase) -> tuple[Tensor, Tensor, Tensor | None, dict[str, f
     case = replace(case, policy_logprobs=case.policy_logprobs.detach().clone().requires_grad_())
     if case.entropy is not None:
         case.entropy = case.entropy.detach().clone().requires_grad_()
-    result = grpo_loss(**case.arguments())
+    result = grpo_loss(**case.call())
     result.loss.backward()
     dentropy = None if case.entropy is None else case.entropy.grad
     return result.loss.detach(), case.policy_logprobs.grad, dentropy, summarize_stats(result.stats, result.maxima)
@@ -96,7 +96,7 @@ def test_gradcheck_in_float64(name: str) -> None:
     case = random_case(OPTIONS[name], (5, 1, 0, 9)).double()
 
     def f(policy: Tensor, entropy: Tensor) -> Tensor:
-        return grpo_loss(**{**case.arguments(), "policy_logprobs": policy, "entropy": entropy}).loss
+        return grpo_loss(**case.call(policy_logprobs=policy, entropy=entropy)).loss
 
     inputs = (case.policy_logprobs.requires_grad_(), case.entropy.requires_grad_())
     assert f(*inputs).dtype == torch.float64
@@ -240,14 +240,14 @@ def test_a_mask_past_the_last_rollout_trains_nothing() -> None:
     case = random_case(GrpoLossOptions(), (4,))
     case.loss_mask[:] = True
     case.cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
-    terms = reference.grpo_loss_terms(**case.arguments())
+    terms = reference.grpo_loss_terms(**case.call())
     assert terms.dlogprob[3] == 0 and terms.stats[:, STATS.index("tokens")].sum() == 3
 
 
 def test_microbatches_add_up() -> None:
     options = OPTIONS["everything"]
     case = random_case(options, (7, 3, 1, 13, 29, 5))
-    whole = grpo_loss_terms(**case.arguments())
+    whole = grpo_loss_terms(**case.call())
     stats, maxima, loss, dlogprob = torch.zeros_like(whole.stats), torch.zeros_like(whole.maxima), 0.0, []
     for i, (start, end) in enumerate(case.bounds):
         part = {
@@ -256,7 +256,7 @@ def test_microbatches_add_up() -> None:
             if isinstance(v, Tensor)
         }
         part["cu_seqlens"] = torch.tensor([0, end - start], dtype=torch.int32)
-        terms = grpo_loss_terms(**{**case.arguments(), **part})
+        terms = grpo_loss_terms(**case.call(**part))
         stats, maxima = stats + terms.stats, torch.maximum(maxima, terms.maxima)
         loss, dlogprob = loss + terms.loss, [*dlogprob, terms.dlogprob]
     torch.testing.assert_close(loss, whole.loss)
@@ -268,7 +268,7 @@ def test_microbatches_add_up() -> None:
 def test_statistics_by_bucket_against_loops() -> None:
     options = GrpoLossOptions(dual_clip=1.3, kl_beta=0.1, log_ratio_clamp=0.5)
     case = random_case(options, spread=0.6).double()
-    terms = grpo_loss_terms(**case.arguments())
+    terms = grpo_loss_terms(**case.call())
     want = torch.zeros(3, len(STATS), dtype=torch.float64)
     most = torch.zeros(3, len(MAXIMA), dtype=torch.float64)
     for i, (start, end) in enumerate(case.bounds):
@@ -306,7 +306,7 @@ def test_statistics_by_bucket_against_loops() -> None:
 
 def test_summary() -> None:
     case = random_case(GrpoLossOptions(log_ratio_clamp=2.0))
-    terms = grpo_loss_terms(**case.arguments())
+    terms = grpo_loss_terms(**case.call())
     summary = summarize_stats(terms.stats, terms.maxima)
     mask = case.loss_mask
     x = (case.policy_logprobs - case.behavior_logprobs).double()
@@ -385,7 +385,7 @@ def test_backward_scales() -> None:
     case = random_case(OPTIONS["everything"])
     _, grad, _, _ = evaluate(case)
     case.policy_logprobs.requires_grad_()
-    (grpo_loss(**case.arguments()).loss * -3).backward()
+    (grpo_loss(**case.call()).loss * -3).backward()
     torch.testing.assert_close(case.policy_logprobs.grad, grad * -3)
 
 
@@ -438,9 +438,9 @@ def test_option_errors(changes: dict, message: str) -> None:
 )
 def test_argument_errors(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grpo_loss_terms(**{**random_case(GrpoLossOptions()).arguments(), **changes})
+        grpo_loss_terms(**random_case(GrpoLossOptions()).call(**changes))
 
 
 def test_a_backend_that_cannot_run() -> None:
     with pytest.raises(RuntimeError, match=r"^backend triton cannot run grpo_loss on cpu"):
-        grpo_loss_terms(**random_case(GrpoLossOptions()).arguments(), backend="triton")
+        grpo_loss_terms(**random_case(GrpoLossOptions()).call(), backend="triton")

@@ -50,7 +50,7 @@ def head_case(
 
 
 def linear(hidden: Tensor, weight: Tensor, target: Tensor, case: LossCase, **changes: Any) -> LinearGrpoLoss:
-    arguments = {k: v for k, v in case.arguments().items() if k not in ("policy_logprobs", "entropy")}
+    arguments = {k: v for k, v in case.call().items() if k in ("inputs", "options")}
     settings = {"vocab_size": V, "temperature": TEMPERATURE, "chunk_tokens": 10, **changes}
     return linear_grpo_loss(hidden, weight, target, **arguments, **settings)
 
@@ -87,7 +87,7 @@ def test_equals_the_dense_loss_in_float64(name: str) -> None:
 
     h2, w2 = with_grad(hidden, weight)
     logprob, entropy, _ = token_logprob(h2 @ w2.T, target, vocab_size=V, temperature=TEMPERATURE)
-    dense = grpo_loss(**{**case.arguments(), "policy_logprobs": logprob, "entropy": entropy})
+    dense = grpo_loss(**case.call(policy_logprobs=logprob, entropy=entropy))
     torch.testing.assert_close(result.stats, dense.stats)
     torch.testing.assert_close(result.maxima, dense.maxima)
     torch.testing.assert_close(result.logprobs, logprob.detach())

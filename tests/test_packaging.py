@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,20 +96,61 @@ def architectures(target: Path) -> str:
     ).stdout.strip()
 
 
-@pytest.mark.slow
-def test_building_without_cuda(tmp_path: Path) -> None:
-    done = build(tmp_path, MEGATRON_REPLAY_CUDA="0")
+@pytest.fixture(scope="module")
+def built_without_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("source")
+    done = build(target, MEGATRON_REPLAY_CUDA="0")
     assert done.returncode == 0, done.stderr
     assert "warning:" not in done.stderr
-    assert architectures(tmp_path) == ""
+    return target
+
+
+@pytest.mark.slow
+def test_building_without_cuda(built_without_cuda: Path) -> None:
+    assert architectures(built_without_cuda) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_building_with_cuda(tmp_path: Path) -> None:
-    done = build(tmp_path, MEGATRON_REPLAY_CUDA="1", MEGATRON_REPLAY_CUDA_ARCHS="90")
+def test_a_switch_takes_effect_on_sources_that_have_not_changed(built_without_cuda: Path) -> None:
+    done = build(built_without_cuda, MEGATRON_REPLAY_CUDA="1", MEGATRON_REPLAY_CUDA_ARCHS="90a;80")
     assert done.returncode == 0, done.stderr
-    assert architectures(tmp_path) == "90"
+    assert architectures(built_without_cuda) == "80;90a"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("wanted", ["", "90;", "sm_90", "90,100", "9.0"])
+def test_a_malformed_list_of_architectures_ends_the_build(tmp_path: Path, wanted: str) -> None:
+    done = build(tmp_path, MEGATRON_REPLAY_CUDA="1", MEGATRON_REPLAY_CUDA_ARCHS=wanted)
+    assert done.returncode != 0
+    assert f'MEGATRON_REPLAY_CUDA_ARCHS must be numbers like "80;90;100", got {wanted!r}' in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_an_architecture_that_nvcc_does_not_know_ends_the_build(tmp_path: Path) -> None:
+    done = build(tmp_path, MEGATRON_REPLAY_CUDA="1", MEGATRON_REPLAY_CUDA_ARCHS="11")
+    assert done.returncode != 0
+    assert "nvcc ended with 1" in done.stderr and "MEGATRON_REPLAY_CUDA=0 builds without" in done.stderr
+
+
+def test_versions_are_pinned_and_agree() -> None:
+    makefile, dockerfile = (ROOT / "Makefile").read_text(), (ROOT / "Dockerfile").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    pins: dict[str, str] = {}
+    for name in ("cpu", "dev"):
+        lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+        for line in (x for x in lines if x and not x.startswith(("#", "-r "))):
+            package, exact, version = line.partition("==")
+            assert exact and version, f"{name}.txt does not pin {line}"
+            assert package not in pins, f"{package} is pinned twice"
+            pins[package] = version
+    assert set(re.findall(r"megatron-core==([\d.]+)", makefile + dockerfile + project)) == {"0.19.2"}
+    for package in ("pybind11", "reasoning-gym"):
+        assert set(re.findall(rf"\b{package}==([\d.]+)", project)) == {pins[package]}
+    container = (ROOT / "requirements" / "container.txt").read_text()
+    for package, version in re.findall(r"^([\w-]+)==(\S+)$", container, re.MULTILINE):
+        assert pins[package] == version, f"container.txt pins another {package}"
+    assert not re.search(r"^torch\b", container, re.MULTILINE)
 
 
 def test_cuda_demanded_and_missing_ends_the_build(tmp_path: Path) -> None:

@@ -14,16 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_replay.ops import backend as backends
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs, require
 
 RatioLevel = Literal["token", "sequence"]
 Objective = Literal["clip", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "sequence-mean", "fixed-length"]
-
-
-def _require(condition: bool, name: str, value: Any, needs: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} {needs}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,12 @@ class GrpoLossOptions:
     fixed_length: int | None = None  # the denominator per rollout of "fixed-length" (Dr. GRPO)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.clip_eps_low < 1, "clip_eps_low", self.clip_eps_low, "must be in [0, 1)")
-        _require(
+        require(0 <= self.clip_eps_low < 1, "clip_eps_low", self.clip_eps_low, "must be in [0, 1)")
+        require(
             0 <= self.clip_eps_high < float("inf"), "clip_eps_high", self.clip_eps_high, "must be finite, at least 0"
         )
-        _require(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "must be above 1, or None")
-        _require(
+        require(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "must be above 1, or None")
+        require(
             self.dual_clip is None or self.objective == "clip",
             "dual_clip",
             self.dual_clip,
@@ -63,20 +59,20 @@ class GrpoLossOptions:
             ("kl_estimator", ("k1", "k2", "k3")),
             ("aggregation", ("token-mean", "sequence-mean", "fixed-length")),
         ):
-            _require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
-        _require(0 <= self.kl_beta < float("inf"), "kl_beta", self.kl_beta, "must be finite, at least 0")
-        _require(abs(self.entropy_weight) < float("inf"), "entropy_weight", self.entropy_weight, "must be finite")
+            require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        require(0 <= self.kl_beta < float("inf"), "kl_beta", self.kl_beta, "must be finite, at least 0")
+        require(abs(self.entropy_weight) < float("inf"), "entropy_weight", self.entropy_weight, "must be finite")
         # exp(80) still fits float32
-        _require(0 < self.log_ratio_clamp <= 80, "log_ratio_clamp", self.log_ratio_clamp, "must be in (0, 80]")
+        require(0 < self.log_ratio_clamp <= 80, "log_ratio_clamp", self.log_ratio_clamp, "must be in (0, 80]")
         if self.aggregation == "fixed-length":
-            _require(
+            require(
                 self.fixed_length is not None and self.fixed_length >= 1,
                 "fixed_length",
                 self.fixed_length,
                 "must be at least 1 token with aggregation fixed-length",
             )
         else:
-            _require(self.fixed_length is None, "fixed_length", self.fixed_length, "needs aggregation fixed-length")
+            require(self.fixed_length is None, "fixed_length", self.fixed_length, "needs aggregation fixed-length")
 
 
 class GrpoLossTerms(NamedTuple):
@@ -119,18 +115,10 @@ def rollout_loss_weights(
 
 def grpo_loss_terms(
     policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantage: Tensor,
-    cu_seqlens: Tensor,
-    loss_mask: Tensor,
-    loss_weight: Tensor,
+    inputs: GrpoLossInputs,
     options: GrpoLossOptions,
     *,
     entropy: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    importance_weight: Tensor | None = None,
-    age: Tensor | None = None,
-    age_buckets: int = 1,
     backend: str | None = None,
 ) -> GrpoLossTerms:
     """The loss and its derivative in closed form, outside autograd.
@@ -143,10 +131,8 @@ def grpo_loss_terms(
         kl_t   : u = clamp(reference_t - policy_t, -C, C);  k1 = -u,  k2 = u^2 / 2,  k3 = exp(u) - u - 1
         loss   = sum_t loss_weight_i (importance_weight_i pg_t + kl_beta kl_t - entropy_weight entropy_t)
 
-    A clamp to [-C, C] passes no gradient outside. policy_logprobs [T] floating, behavior_logprobs, reference_logprobs,
-    entropy [T]; loss_mask [T] bool; advantage, loss_weight (`rollout_loss_weights`), importance_weight [N]; age [N]
-    int64 in steps; cu_seqlens [N+1] int32. What the T-vectors hold where the mask is False never matters, nor what the
-    N-vectors hold for rollouts without a trained token. Tokens past cu_seqlens[-1] are padding.
+    A clamp to [-C, C] passes no gradient outside. policy_logprobs and entropy [T] are floating point; what stands in
+    `inputs`, its shapes and its padding: see GrpoLossInputs.
 
     stats and maxima have one row per age bucket clamp(age, 0, age_buckets - 1), columns STATS and MAXIMA:
     clipped_low and clipped_high count tokens whose gradient the clip removed (cispo: whose weight it changed),
@@ -159,52 +145,18 @@ def grpo_loss_terms(
     Source: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO clip-higher (2503.14476), GSPO (2507.18071),
     CISPO (2506.13585), Dr. GRPO (2503.20783), the KL estimators of Schulman, "Approximating KL divergence" (2020).
     """
-    check_inputs(
-        policy_logprobs,
-        behavior_logprobs,
-        advantage,
-        cu_seqlens,
-        loss_mask,
-        loss_weight,
-        options,
-        entropy=entropy,
-        reference_logprobs=reference_logprobs,
-        importance_weight=importance_weight,
-        age=age,
-        age_buckets=age_buckets,
-    )
+    inputs.check(policy_logprobs, entropy, options)
     chosen = backends.resolve("grpo_loss", backend, policy_logprobs.device)
     with torch.no_grad():
-        return backends.load("grpo_loss", chosen).grpo_loss_terms(
-            policy_logprobs,
-            behavior_logprobs,
-            advantage,
-            cu_seqlens,
-            loss_mask,
-            loss_weight,
-            options,
-            entropy=entropy,
-            reference_logprobs=reference_logprobs,
-            importance_weight=importance_weight,
-            age=age,
-            age_buckets=age_buckets,
-        )
+        return backends.load("grpo_loss", chosen).grpo_loss_terms(policy_logprobs, inputs, options, entropy)
 
 
 def grpo_loss(
     policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantage: Tensor,
-    cu_seqlens: Tensor,
-    loss_mask: Tensor,
-    loss_weight: Tensor,
+    inputs: GrpoLossInputs,
     options: GrpoLossOptions,
     *,
     entropy: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    importance_weight: Tensor | None = None,
-    age: Tensor | None = None,
-    age_buckets: int = 1,
     backend: str | None = None,
 ) -> GrpoLoss:
     """`grpo_loss_terms` under autograd: a loss differentiable, once, in policy_logprobs and entropy.
@@ -212,63 +164,9 @@ def grpo_loss(
     Arguments, equations and errors are those of `grpo_loss_terms`. A microbatch with no trained token has loss 0 with
     a graph and gradients 0, so every rank can call backward.
     """
-    terms = grpo_loss_terms(
-        policy_logprobs,
-        behavior_logprobs,
-        advantage,
-        cu_seqlens,
-        loss_mask,
-        loss_weight,
-        options,
-        entropy=entropy,
-        reference_logprobs=reference_logprobs,
-        importance_weight=importance_weight,
-        age=age,
-        age_buckets=age_buckets,
-        backend=backend,
-    )
+    terms = grpo_loss_terms(policy_logprobs, inputs, options, entropy=entropy, backend=backend)
     loss = with_gradients(terms.loss, (policy_logprobs, entropy), (terms.dlogprob, terms.dentropy))
     return GrpoLoss(loss, terms.stats, terms.maxima)
-
-
-def check_inputs(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantage: Tensor,
-    cu_seqlens: Tensor,
-    loss_mask: Tensor,
-    loss_weight: Tensor,
-    options: GrpoLossOptions,
-    *,
-    entropy: Tensor | None,
-    reference_logprobs: Tensor | None,
-    importance_weight: Tensor | None,
-    age: Tensor | None,
-    age_buckets: int,
-) -> None:
-    """Raise ValueError unless these are arguments of `grpo_loss_terms`."""
-    t, n = policy_logprobs.numel(), advantage.numel()
-    _check("policy_logprobs", policy_logprobs, (t,), policy_logprobs)
-    _check("behavior_logprobs", behavior_logprobs, (t,), policy_logprobs)
-    _check("advantage", advantage, (n,), policy_logprobs)
-    _check("cu_seqlens", cu_seqlens, (n + 1,), policy_logprobs, torch.int32)
-    _check("loss_mask", loss_mask, (t,), policy_logprobs, torch.bool)
-    _check("loss_weight", loss_weight, (n,), policy_logprobs)
-    for name, x, size, dtype in (
-        ("entropy", entropy, t, None),
-        ("reference_logprobs", reference_logprobs, t, None),
-        ("importance_weight", importance_weight, n, None),
-        ("age", age, n, torch.int64),
-    ):
-        if x is not None:
-            _check(name, x, (size,), policy_logprobs, dtype)
-    _require(age_buckets >= 1, "age_buckets", age_buckets, "must be at least 1")
-    if reference_logprobs is None and options.kl_beta > 0:
-        raise ValueError(f"reference_logprobs must be given with kl_beta {options.kl_beta}, got None")
-    if entropy is None and options.entropy_weight != 0:
-        raise ValueError(f"entropy must be given with entropy_weight {options.entropy_weight}, got None")
-    if cu_seqlens.device.type == "cpu":
-        _check_bounds(cu_seqlens, loss_mask)
 
 
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Tensor:
@@ -288,23 +186,3 @@ class _KnownGradients(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return None, None, *(None if g is None else (g * dloss).to(dtype) for g, dtype in pairs)
-
-
-def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Shape, device and dtype (any floating point where None)."""
-    if x is None:
-        raise ValueError(f"{name} must be a tensor {list(shape)}, got None")
-    if x.shape != shape or x.device != like.device:
-        raise ValueError(f"{name} must be {list(shape)} on {like.device}, got {list(x.shape)} on {x.device}")
-    if x.dtype != dtype if dtype is not None else not x.is_floating_point():
-        raise ValueError(f"{name} must be {dtype or 'floating point'}, got {x.dtype}")
-
-
-def _check_bounds(cu_seqlens: Tensor, loss_mask: Tensor) -> None:
-    """On the CPU only: on a GPU the look would cost a synchronisation."""
-    t = loss_mask.numel()
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last > t or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to at most {t}, got {cu_seqlens.tolist()}")
-    if bool(loss_mask[last:].any()):
-        raise ValueError(f"loss_mask must be False past cu_seqlens[-1] = {last}, got True")

@@ -10,31 +10,20 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions, GrpoLossTerms
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.grpo_stats import MAXIMA, STATS
 
 
 def grpo_loss_terms(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantage: Tensor,
-    cu_seqlens: Tensor,
-    loss_mask: Tensor,
-    loss_weight: Tensor,
-    options: GrpoLossOptions,
-    *,
-    entropy: Tensor | None,
-    reference_logprobs: Tensor | None,
-    importance_weight: Tensor | None,
-    age: Tensor | None,
-    age_buckets: int,
+    policy_logprobs: Tensor, inputs: GrpoLossInputs, options: GrpoLossOptions, entropy: Tensor | None
 ) -> GrpoLossTerms:
     dtype = torch.float64 if policy_logprobs.dtype == torch.float64 else torch.float32
     limit = options.log_ratio_clamp
-    n, device = advantage.numel(), policy_logprobs.device
+    n, device = inputs.advantage.numel(), policy_logprobs.device
 
     position = torch.arange(policy_logprobs.numel(), dtype=torch.int32, device=device)
-    rollout = torch.searchsorted(cu_seqlens[1:], position, right=True)  # [T], N where no rollout holds the token
-    mask = loss_mask & (rollout < n)
+    rollout = torch.searchsorted(inputs.cu_seqlens[1:], position, right=True)  # [T], N where no rollout holds the token
+    mask = inputs.loss_mask & (rollout < n)
 
     def masked(x: Tensor) -> Tensor:  # [T] -> [T]
         return torch.where(mask, x.to(dtype), 0)
@@ -47,11 +36,11 @@ def grpo_loss_terms(
         return torch.zeros(n + 1, dtype=torch.float64, device=device).index_add_(0, rollout, x.double())
 
     policy = masked(policy_logprobs)
-    a = spread(advantage)
-    weight = spread(loss_weight)
-    pg_weight = weight if importance_weight is None else weight * spread(importance_weight)
+    a = spread(inputs.advantage)
+    weight = spread(inputs.loss_weight)
+    pg_weight = weight if inputs.importance_weight is None else weight * spread(inputs.importance_weight)
 
-    token_log_ratio = policy - masked(behavior_logprobs)
+    token_log_ratio = policy - masked(inputs.behavior_logprobs)
     trained = per_rollout(mask)
     sequence_log_ratio = per_rollout(token_log_ratio)
     by_sequence = options.ratio_level == "sequence"
@@ -77,8 +66,8 @@ def grpo_loss_terms(
     dlogprob = pg_weight * dpg
 
     kl = torch.zeros_like(policy)
-    if reference_logprobs is not None:
-        difference = masked(reference_logprobs) - policy
+    if inputs.reference_logprobs is not None:
+        difference = masked(inputs.reference_logprobs) - policy
         outside = difference.abs() > limit
         kl, dkl = _kl(difference.clamp(-limit, limit), options.kl_estimator)
         value = value + options.kl_beta * weight * kl
@@ -114,18 +103,18 @@ def grpo_loss_terms(
         "rollouts": alive,
         "seq_ratio_sum": sequence_ratio,
         "seq_ratio_sq_sum": sequence_ratio.square(),
-        "advantage_abs_sum": torch.where(alive, advantage.abs(), 0),
+        "advantage_abs_sum": torch.where(alive, inputs.advantage.abs(), 0),
     }
     bucket = torch.zeros(n + 1, dtype=torch.int64, device=device)
-    if age is not None:
-        bucket[:n] = age.clamp(0, age_buckets - 1)
-    stats = torch.zeros(age_buckets, len(STATS), dtype=torch.float64, device=device)
+    if inputs.age is not None:
+        bucket[:n] = inputs.age.clamp(0, inputs.age_buckets - 1)
+    stats = torch.zeros(inputs.age_buckets, len(STATS), dtype=torch.float64, device=device)
     for column, name in enumerate(STATS):
         if name in token_stats:
             stats[:, column].index_add_(0, bucket[rollout], token_stats[name].double())
         else:
             stats[:, column].index_add_(0, bucket[:n], rollout_stats[name].double())
-    maxima = torch.zeros(age_buckets, len(MAXIMA), dtype=torch.float64, device=device)
+    maxima = torch.zeros(inputs.age_buckets, len(MAXIMA), dtype=torch.float64, device=device)
     for column, name in enumerate(MAXIMA):
         maxima[:, column].scatter_reduce_(0, bucket[rollout], token_maxima[name].double(), "amax")
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_replay.ops import backend as backends
-from megatron_replay.ops.grpo_loss import GrpoLossOptions, GrpoLossTerms, check_inputs, with_gradients
+from megatron_replay.ops.grpo_loss import GrpoLossOptions, GrpoLossTerms, with_gradients
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.token_logprob import TokenLogprob, VocabShard
 
 
@@ -32,17 +33,9 @@ def linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    behavior_logprobs: Tensor,
-    advantage: Tensor,
-    cu_seqlens: Tensor,
-    loss_mask: Tensor,
-    loss_weight: Tensor,
+    inputs: GrpoLossInputs,
     options: GrpoLossOptions,
     *,
-    reference_logprobs: Tensor | None = None,
-    importance_weight: Tensor | None = None,
-    age: Tensor | None = None,
-    age_buckets: int = 1,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     temperature: float = 1.0,
@@ -52,9 +45,10 @@ def linear_grpo_loss(
 ) -> LinearGrpoLoss:
     """grpo_loss(token_logprob(hidden @ weight.T, target), ...) with the logits memory of one chunk.
 
-    hidden [T, H] and weight [Vp, H] of one dtype; the remaining arguments are those of `token_logprob` and
-    `grpo_loss_terms`, whose equations hold. The derivative of the loss in a token's log-prob is known as soon as that
-    log-prob is, so each chunk's logits turn into their gradient in place, and into
+    hidden [T, H] and weight [Vp, H] of one dtype; target [T] and `inputs` are of the same T tokens; the remaining
+    arguments are those of `token_logprob` and `grpo_loss_terms`, whose equations hold. The derivative of the loss in a
+    token's log-prob is known as soon as that log-prob is, so each chunk's logits turn into their gradient in place,
+    and into
 
         dhidden [c, H] = dlogits @ weight,    dweight [Vp, H] += dlogits.T @ hidden   (float32 sum over chunks)
 
@@ -79,37 +73,11 @@ def linear_grpo_loss(
         )
 
     result = _empty_result(hidden)
-    check_inputs(
-        result.logprob,
-        behavior_logprobs,
-        advantage,
-        cu_seqlens,
-        loss_mask,
-        loss_weight,
-        options,
-        entropy=result.entropy,
-        reference_logprobs=reference_logprobs,
-        importance_weight=importance_weight,
-        age=age,
-        age_buckets=age_buckets,
-    )
+    inputs.check(result.logprob, result.entropy, options)
     module = backends.load("grpo_loss", backends.resolve("grpo_loss", backend, hidden.device))
 
     def terms(at: slice) -> GrpoLossTerms:
-        return module.grpo_loss_terms(
-            result.logprob[at],
-            behavior_logprobs[at],
-            advantage,
-            (cu_seqlens - at.start).clamp(0, at.stop - at.start),
-            loss_mask[at],
-            loss_weight,
-            options,
-            entropy=result.entropy[at],
-            reference_logprobs=None if reference_logprobs is None else reference_logprobs[at],
-            importance_weight=importance_weight,
-            age=age,
-            age_buckets=age_buckets,
-        )
+        return module.grpo_loss_terms(result.logprob[at], inputs.tokens(at), options, result.entropy[at])
 
     head = _Head(hidden, weight, shard, chunk_tokens)
     one_pass = head.wants_gradient and options.ratio_level == "token"

@@ -14,7 +14,15 @@ from megatron_replay.ops.philox import STREAM_REPLAY_DRAW
 
 
 def draw_keys(weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int) -> Tensor:
-    """weight [C] float, uid [C] int64 on a CUDA device, or on the CPU (the host form of the same expression)."""
+    """weight [C] float, uid [C] int64 on a CUDA device, or on the CPU (the host form of the same expression).
+
+    Strided and narrower inputs are copied to contiguous float64, so every input gives what the reference gives.
+    Raises ValueError for other shapes, dtypes or devices, RuntimeError where the extension is not built.
+    """
+    if weight.dim() != 1 or not weight.is_floating_point():
+        raise ValueError(f"weight must be a floating point [C], got {weight.dtype} {list(weight.shape)}")
+    if weight.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"weight must be on a CPU or CUDA device, got {weight.device}")
     weight = weight.double().contiguous()
     if uid.shape != weight.shape or uid.dtype != torch.int64 or uid.device != weight.device:
         raise ValueError(
@@ -38,5 +46,7 @@ def extension() -> ModuleType:
     try:
         from megatron_replay import _C
     except ImportError as error:
-        raise RuntimeError("megatron_replay._C is not built; run `pip install --no-build-isolation -e .`") from error
+        raise RuntimeError(
+            f"megatron_replay._C is not built ({error}); run `pip install --no-build-isolation --no-deps -e .`"
+        ) from error
     return _C

@@ -20,22 +20,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
 from megatron_replay.trainer.attention import PackedSequences
 from megatron_replay.trainer.packing import PackedMicrobatch
 from megatron_replay.trainer.parallel import ParallelGroups
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What the loss needs of one microbatch, beside the pack. Per row [R] or per rollout [n]."""
-
-    behavior_logprobs: Tensor  # [R] float32
-    advantage: Tensor  # [n] float32
-    loss_weight: Tensor  # [n] float32, weight of each trained token: 1 / (global denominator)
-    importance_weight: Tensor  # [n] float32
-    age: Tensor  # [n] int64
-    reference_logprobs: Tensor | None = None  # [R] float32
 
 
 @dataclass(frozen=True)
@@ -69,14 +58,14 @@ class LossReport:
 
 @dataclass
 class TrainForwardStep:
-    """forward_step_func of an update. The data iterator yields (PackedMicrobatch, LossInputs)."""
+    """forward_step_func of an update. The data iterator yields (PackedMicrobatch, GrpoLossInputs)."""
 
     groups: ParallelGroups
     head: HeadOptions
     report: LossReport = field(default_factory=LossReport)
 
     def __call__(
-        self, data: Iterator[tuple[PackedMicrobatch, LossInputs]], model: torch.nn.Module
+        self, data: Iterator[tuple[PackedMicrobatch, GrpoLossInputs]], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         pack, inputs = next(data)
         put = _to(self.groups.device)
@@ -87,16 +76,8 @@ class TrainForwardStep:
                 _trained_hidden(hidden_states, rows, output_layer, self.groups),
                 output_layer.weight if output_weight is None else output_weight,
                 put(pack.targets),
-                put(inputs.behavior_logprobs),
-                put(inputs.advantage),
-                put(pack.cu_rows),
-                torch.ones_like(rows, dtype=torch.bool),
-                put(inputs.loss_weight),
+                inputs.to(self.groups.device),
                 self.head.loss,
-                reference_logprobs=None if inputs.reference_logprobs is None else put(inputs.reference_logprobs),
-                importance_weight=put(inputs.importance_weight),
-                age=put(inputs.age),
-                age_buckets=self.head.age_buckets,
                 **_vocabulary(self.head, output_layer, output_weight, self.groups),
             )
             self.report.add(out.loss.detach(), out.stats, out.maxima)

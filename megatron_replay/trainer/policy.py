@@ -14,12 +14,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import rollout_loss_weights
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.grpo_stats import MAXIMA, STATS, summarize_stats
 from megatron_replay.rollout import RolloutBatch
 from megatron_replay.trainer.forward_step import (
     HeadOptions,
     LogprobForwardStep,
-    LossInputs,
     LossReport,
     TrainForwardStep,
 )
@@ -61,7 +61,7 @@ class MegatronPolicy:
         weights = rollout_loss_weights(batch.response_lengths, tokens, rollouts, self.head.loss)
         reference = self._reference_logprobs(batch) if self.reference is not None else None
         packs = self._pack(batch)
-        inputs = [_loss_inputs(p, batch, weights, step, reference) for p in packs]
+        inputs = [_loss_inputs(p, batch, weights, step, reference, self.head.age_buckets) for p in packs]
         forward_step = TrainForwardStep(self.groups, self.head)
 
         self.model.train()
@@ -171,14 +171,18 @@ def _fill(parameters: dict[str, torch.nn.Parameter], values: dict[str, Tensor]) 
 
 
 def _loss_inputs(
-    pack: PackedMicrobatch, batch: RolloutBatch, weights: Tensor, step: int, reference: Tensor | None
-) -> LossInputs:
+    pack: PackedMicrobatch, batch: RolloutBatch, weights: Tensor, step: int, reference: Tensor | None, age_buckets: int
+) -> GrpoLossInputs:
+    """The loss sees the rows that predict a trained token, and nothing else of the pack."""
     at = pack.rollouts
-    return LossInputs(
+    return GrpoLossInputs(
         behavior_logprobs=batch.behavior_logprobs[pack.token_index],
         advantage=batch.advantage[at],
+        cu_seqlens=pack.cu_rows,
+        loss_mask=torch.ones_like(pack.rows, dtype=torch.bool),
         loss_weight=weights[at],
+        reference_logprobs=None if reference is None else reference[pack.token_index],
         importance_weight=batch.importance_weight[at],
         age=step - batch.birth_step[at],
-        reference_logprobs=None if reference is None else reference[pack.token_index],
+        age_buckets=age_buckets,
     )
