@@ -46,7 +46,7 @@ inline const char* hint(cudaError_t status) {
         const cudaError_t status = (call);                                                          \
         if (status != cudaSuccess)                                                                  \
             throw megatron_replay::CudaError(megatron_replay::joined(                               \
-                cudaGetErrorName(status), ": ", cudaGetErrorString(status), " in ", #call,                  \
-                megatron_replay::hint(status)));        \
+                cudaGetErrorName(status), ": ", cudaGetErrorString(status), " in ", #call,          \
+                megatron_replay::hint(status)));                                                    \
     } while (0)
 #endif

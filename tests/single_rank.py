@@ -57,7 +57,9 @@ def policy(
     shape = ModelShape.from_folder(folder)
     net = build_model(shape, ModelOptions(make_vocab_size_divisible_by=8, **model), groups(), SEQ_LENGTH)
     load_hf_weights(net, folder, shape, groups())
-    ddp, optimizer, scheduler = wrap_for_training(net, OptimizerOptions(lr=lr, total_updates=100))
+    ddp, optimizer, scheduler = wrap_for_training(
+        net, OptimizerOptions(lr=lr, total_updates=100, lr_decay_style="linear")
+    )
     head = HeadOptions(
         loss=loss or GrpoLossOptions(), vocab_size=shape.vocab_size, temperature=1.0, chunk_tokens=32, age_buckets=11
     )
