@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -107,14 +108,25 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 }  # fmt: skip
 
 
+class Parser(argparse.ArgumentParser):
+    """Says one line for a bad flag, once: the usage of a hundred flags, from every rank, would bury it."""
+
+    def error(self, message: str) -> NoReturn:
+        first = os.environ.get("RANK", "0") == "0"
+        self.exit(2, f"{self.prog}: error: {message}\n(--help lists all flags)\n" if first else None)
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """Flags of an @FILE: any number a line, # begins a comment."""
+        return arg_line.split("#")[0].split()
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="GRPO with rollout-level, advantage-prioritized replay on Megatron-core. Start it with torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
-    parser.convert_arg_line_to_args = lambda line: line.split("#")[0].split()  # type: ignore[method-assign]
     run = parser.add_argument_group("run")
     run.add_argument("--run-dir", required=True, help="folder for metrics, pictures, summary and checkpoints")
     run.add_argument("--train-iters", type=int, required=True, help="steps of the outer loop")

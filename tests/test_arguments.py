@@ -84,6 +84,14 @@ def test_a_bad_value_ends_the_program_and_names_the_flag(
     assert re.search(words, capsys.readouterr().err.replace("\n", " "))
 
 
+def test_one_rank_speaks_and_only_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, lines in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stopped:
+            parse_args([*GOOD, "--grpo-group-size", "1"])
+        assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == lines
+
+
 def test_flags_from_a_file_and_later_ones_win(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "flags.txt"
     file.write_text("--lr 5e-4  # a comment\n\n--rl-replay-alpha 1\n" + " ".join(GOOD[:-2]))
