@@ -112,7 +112,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
         counters["updates"] += int(not metrics["update_skipped"])
         if iteration == 0:
             counters["fresh_rollouts"] += int(metrics["fresh/rollouts_generated"])
-            counters["replayed_rollouts"] += int(metrics["replay/draw_size"])
+            counters["replayed_rollouts"] += int(metrics.get("replay/rollouts", 0))
         times = {f"time/{p}": 0.0 for p in ("generate", "reward", "draw", "train", "sync")} | timer.drain()
         tokens_per_second = metrics["train/tokens"] / max(1e-9, times["time/train"])
         consumed = {"consumed_train_samples": counters["fresh_rollouts"], "tokens_per_second": tokens_per_second}

@@ -66,6 +66,12 @@ def test_the_run_folder_holds_what_the_readme_says(whole: Path) -> None:
     assert any(abs(r["replay/ratio_mean"] - 1) > 1e-4 for r in rows[2:])
 
 
+def test_both_tokenizers_give_the_same_run(whole: Path, tmp_path: Path) -> None:
+    twin = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", FLAGS.parent / "model")
+    torchrun(2, EXAMPLE, *flags(tmp_path, *twin))
+    assert comparable(read_metrics(tmp_path)) == comparable(read_metrics(whole))
+
+
 def test_kill_between_steps_and_resume_gives_the_same_metrics(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     process = subprocess.Popen(
