@@ -45,7 +45,7 @@ from megatron_replay.trainer.forward_step import HeadOptions
 from megatron_replay.trainer.generation import ModelSampler
 from megatron_replay.trainer.model import build_model, checkpoint_identity, load_hf_weights
 from megatron_replay.trainer.optimizer import unwrap, wrap_for_training
-from megatron_replay.trainer.parallel import ParallelGroups, initialize, shutdown
+from megatron_replay.trainer.parallel import ParallelGroups, from_first_rank, initialize, shutdown
 from megatron_replay.trainer.policy import MegatronPolicy
 from megatron_replay.weight_sync.model_shape import ModelShape
 
@@ -91,7 +91,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
         "--seed": config.seed,
         "--grpo-group-size": config.group_size,
         "--rl-task": args.rl_task,
-        "--load-hf (sha256 of its weights)": checkpoint_identity(args.load_hf),
+        "--load-hf (sha256 of its weights)": from_first_rank(lambda: checkpoint_identity(args.load_hf)),
     }
     state = checkpoint.RunState(step=0, cursor=0, fixed=fixed)
     if args.load:

@@ -5,12 +5,13 @@ Dims: N rollouts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_replay.config import AdvantageStd
+from megatron_replay.ops.checks import require_choice
 from megatron_replay.rollout import RolloutBatch
 
 # rewards closer together than this, relative to their size, are equal: float residue is no signal
@@ -35,8 +36,7 @@ def group_advantages(
     when its population std is at most 1e-6 max(1, max|r|), in every mode; so has a group of one. Two passes in
     float64. Raises ValueError for a reward that is not finite. Source: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783).
     """
-    if std not in ("population", "sample", "none"):
-        raise ValueError(f"std must be one of population, sample, none, got {std!r}")
+    require_choice("std", std, get_args(AdvantageStd))
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if reward.dim() != 1 or reward.shape != group_ids.shape:

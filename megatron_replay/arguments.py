@@ -11,13 +11,11 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
 from megatron_replay.config import (
-    LR_DECAY_STYLES,
-    TRANSFORMER_IMPLS,
     GrpoConfig,
     ModelOptions,
     OptimizerOptions,
@@ -32,14 +30,12 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag that sets `field` of `target`; the default is the dataclass's own."""
+    """One flag that sets `field` of `target`; type, choices and default are the dataclass's own."""
 
     target: type
     field: str
     name: str
     help: str
-    type: type = float
-    choices: tuple[str, ...] | None = None
 
     @property
     def dest(self) -> str:
@@ -49,61 +45,61 @@ class Flag:
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "replay": (
         Flag(ReplayConfig, "replay_ratio", "--rl-replay-ratio", "replayed rollouts for each fresh one; 0 is plain GRPO"),
-        Flag(ReplayConfig, "priority", "--rl-replay-priority", "what a stored rollout is drawn by", str, ("abs-advantage", "group-std", "uniform")),
-        Flag(ReplayConfig, "composition", "--rl-replay-composition", "fresh-anchored: all of the fresh batch and a draw; pool: one draw from both", str, ("fresh-anchored", "pool")),
+        Flag(ReplayConfig, "priority", "--rl-replay-priority", "what a stored rollout is drawn by"),
+        Flag(ReplayConfig, "composition", "--rl-replay-composition", "fresh-anchored: all of the fresh batch and a draw; pool: one draw from both"),
         Flag(ReplayConfig, "priority_alpha", "--rl-replay-alpha", "exponent of the priority"),
         Flag(ReplayConfig, "priority_eps", "--rl-replay-eps", "added to |advantage| before the exponent"),
-        Flag(ReplayConfig, "tau_max", "--rl-replay-tau-max", "largest age, in steps, at which a rollout is still drawn", int),
-        Flag(ReplayConfig, "warmup_steps", "--rl-replay-warmup-steps", "steps without replay at the start", int),
-        Flag(ReplayConfig, "capacity", "--rl-replay-capacity", "rollouts kept over all ranks; the oldest go first", int),
-        Flag(ReplayConfig, "with_replacement", "--rl-replay-with-replacement", "draw with replacement", bool),
-        Flag(GrpoConfig, "old_logprobs", "--rl-replay-old-logprobs", "whose log-probs at birth the ratio is taken against", str, ("engine", "recomputed")),
+        Flag(ReplayConfig, "tau_max", "--rl-replay-tau-max", "largest age, in steps, at which a rollout is still drawn"),
+        Flag(ReplayConfig, "warmup_steps", "--rl-replay-warmup-steps", "steps without replay at the start"),
+        Flag(ReplayConfig, "capacity", "--rl-replay-capacity", "rollouts kept over all ranks; the oldest go first"),
+        Flag(ReplayConfig, "with_replacement", "--rl-replay-with-replacement", "draw with replacement"),
+        Flag(GrpoConfig, "old_logprobs", "--rl-replay-old-logprobs", "whose log-probs at birth the ratio is taken against"),
     ),
     "grpo": (
-        Flag(GrpoConfig, "prompts_per_step", "--grpo-prompts-per-step", "prompts of a step, over all ranks", int),
-        Flag(GrpoConfig, "group_size", "--grpo-group-size", "rollouts of a prompt", int),
-        Flag(GrpoConfig, "iterations", "--grpo-iterations", "updates on each collected batch", int),
-        Flag(GrpoConfig, "advantage_std", "--rl-advantage-std", "what an advantage is divided by; none is Dr. GRPO", str, ("population", "sample", "none")),
+        Flag(GrpoConfig, "prompts_per_step", "--grpo-prompts-per-step", "prompts of a step, over all ranks"),
+        Flag(GrpoConfig, "group_size", "--grpo-group-size", "rollouts of a prompt"),
+        Flag(GrpoConfig, "iterations", "--grpo-iterations", "updates on each collected batch"),
+        Flag(GrpoConfig, "advantage_std", "--rl-advantage-std", "what an advantage is divided by; none is Dr. GRPO"),
         Flag(GrpoLossOptions, "clip_eps_low", "--grpo-clamp-eps-lower", "the ratio is clipped below 1 - this"),
         Flag(GrpoLossOptions, "clip_eps_high", "--grpo-clamp-eps-upper", "the ratio is clipped above 1 + this"),
         Flag(GrpoLossOptions, "kl_beta", "--grpo-kl-beta", "weight of the KL divergence from the --load-hf model; 0 is off"),
         Flag(GrpoLossOptions, "entropy_weight", "--grpo-entropy-term-weight", "weight of the entropy bonus; 0 is off"),
         Flag(GrpoLossOptions, "dual_clip", "--rl-dual-clip", "bound, times |A|, on the loss of a negative advantage; not set is off"),
-        Flag(GrpoLossOptions, "ratio_level", "--rl-ratio-level", "token, or sequence (GSPO)", str, ("token", "sequence")),
-        Flag(GrpoLossOptions, "objective", "--rl-loss-objective", "clip (PPO), or cispo", str, ("clip", "cispo")),
-        Flag(GrpoLossOptions, "kl_estimator", "--rl-kl-estimator", "estimator of the KL divergence", str, ("k1", "k2", "k3")),
+        Flag(GrpoLossOptions, "ratio_level", "--rl-ratio-level", "token, or sequence (GSPO)"),
+        Flag(GrpoLossOptions, "objective", "--rl-loss-objective", "clip (PPO), or cispo"),
+        Flag(GrpoLossOptions, "kl_estimator", "--rl-kl-estimator", "estimator of the KL divergence"),
         Flag(GrpoLossOptions, "log_ratio_clamp", "--rl-log-ratio-clamp", "log-ratios are clamped to +- this before exp"),
-        Flag(GrpoLossOptions, "aggregation", "--rl-loss-aggregation", "how token losses add up", str, ("token-mean", "sequence-mean", "fixed-length")),
-        Flag(GrpoLossOptions, "fixed_length", "--rl-loss-fixed-length", "tokens that fixed-length divides by", int),
-        Flag(ImportanceOptions, "enabled", "--rl-inference-logprobs-is-correction", "weigh a rollout by trainer / engine probability at birth", bool),
+        Flag(GrpoLossOptions, "aggregation", "--rl-loss-aggregation", "how token losses add up"),
+        Flag(GrpoLossOptions, "fixed_length", "--rl-loss-fixed-length", "tokens that fixed-length divides by"),
+        Flag(ImportanceOptions, "enabled", "--rl-inference-logprobs-is-correction", "weigh a rollout by trainer / engine probability at birth"),
         Flag(ImportanceOptions, "cap", "--rl-importance-sampling-truncation-coef", "bound on that weight"),
-        Flag(ImportanceOptions, "mode", "--rl-importance-sampling-mode", "what happens above the bound: set to it, or to 0", str, ("truncate", "mask")),
+        Flag(ImportanceOptions, "mode", "--rl-importance-sampling-mode", "what happens above the bound: set to it, or to 0"),
     ),
     "sampling": (
-        Flag(SamplingConfig, "max_response_length", "--rl-max-response-length", "tokens of a response, final EOS included", int),
+        Flag(SamplingConfig, "max_response_length", "--rl-max-response-length", "tokens of a response, final EOS included"),
         Flag(SamplingConfig, "temperature", "--rl-default-temperature", "sampling temperature, of the log-probs too"),
         Flag(SamplingConfig, "top_p", "--rl-default-top-p", "nucleus sampling; below 1 it biases the ratios"),
-        Flag(SamplingConfig, "top_k", "--rl-default-top-k", "top-k sampling; above 0 it biases the ratios", int),
-        Flag(SamplingConfig, "allow_truncated_sampling", "--rl-allow-truncated-sampling", "accept top-p below 1 or top-k above 0", bool),
+        Flag(SamplingConfig, "top_k", "--rl-default-top-k", "top-k sampling; above 0 it biases the ratios"),
+        Flag(SamplingConfig, "allow_truncated_sampling", "--rl-allow-truncated-sampling", "accept top-p below 1 or top-k above 0"),
     ),
     "optimizer": (
         Flag(OptimizerOptions, "lr", "--lr", "learning rate"),
         Flag(OptimizerOptions, "min_lr", "--min-lr", "where the decay ends"),
-        Flag(OptimizerOptions, "lr_decay_style", "--lr-decay-style", "shape of the decay", str, LR_DECAY_STYLES),
-        Flag(OptimizerOptions, "lr_warmup_iters", "--lr-warmup-iters", "updates of linear warm-up", int),
-        Flag(OptimizerOptions, "lr_decay_iters", "--lr-decay-iters", "updates until min-lr; default: all of them", int),
+        Flag(OptimizerOptions, "lr_decay_style", "--lr-decay-style", "shape of the decay"),
+        Flag(OptimizerOptions, "lr_warmup_iters", "--lr-warmup-iters", "updates of linear warm-up"),
+        Flag(OptimizerOptions, "lr_decay_iters", "--lr-decay-iters", "updates until min-lr; default: all of them"),
         Flag(OptimizerOptions, "weight_decay", "--weight-decay", "decoupled weight decay"),
         Flag(OptimizerOptions, "adam_beta1", "--adam-beta1", "Adam's first moment"),
         Flag(OptimizerOptions, "adam_beta2", "--adam-beta2", "Adam's second moment"),
         Flag(OptimizerOptions, "adam_eps", "--adam-eps", "Adam's epsilon"),
         Flag(OptimizerOptions, "clip_grad", "--clip-grad", "bound on the gradient norm; 0 is off"),
-        Flag(OptimizerOptions, "use_distributed_optimizer", "--use-distributed-optimizer", "shard optimizer state over data-parallel ranks", bool),
+        Flag(OptimizerOptions, "use_distributed_optimizer", "--use-distributed-optimizer", "shard optimizer state over data-parallel ranks"),
     ),
     "model": (
-        Flag(ModelOptions, "transformer_impl", "--transformer-impl", "layers; auto is Transformer Engine on CUDA where installed", str, TRANSFORMER_IMPLS),
-        Flag(ModelOptions, "sequence_parallel", "--sequence-parallel", "shard activations over tensor-parallel ranks between layers", bool),
-        Flag(ModelOptions, "make_vocab_size_divisible_by", "--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this", int),
-        Flag(ModelOptions, "recompute_activations", "--recompute-activations", "recompute layers in the backward pass", bool),
+        Flag(ModelOptions, "transformer_impl", "--transformer-impl", "layers; auto is Transformer Engine on CUDA where installed"),
+        Flag(ModelOptions, "sequence_parallel", "--sequence-parallel", "shard activations over tensor-parallel ranks between layers"),
+        Flag(ModelOptions, "make_vocab_size_divisible_by", "--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this"),
+        Flag(ModelOptions, "recompute_activations", "--recompute-activations", "recompute layers in the backward pass"),
     ),
 }  # fmt: skip
 
@@ -192,7 +188,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     positive = (
         "save_interval", "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes",
         "seq_length", "micro_batch_size", "rl_generation_batch_size", "rl_loss_chunk_tokens", "eval_samples",
-        "make_vocab_size_divisible_by",
     )  # fmt: skip
     for name in positive:
         if getattr(args, name) < 1:
@@ -236,17 +231,20 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def _add(group: Any, flag: Flag) -> None:
-    field = next(f for f in dataclasses.fields(flag.target) if f.name == flag.field)
-    if flag.type is bool:
+    default = next(f.default for f in dataclasses.fields(flag.target) if f.name == flag.field)
+    hint = get_type_hints(flag.target)[flag.field]
+    if hint is bool:
         group.add_argument(flag.name, action="store_true", help=flag.help)
         return
-    required = field.default is dataclasses.MISSING
+    options = get_args(hint)  # of a Literal, or of `type | None`
+    choices = options if get_origin(hint) is Literal else None
+    required = default is dataclasses.MISSING
     group.add_argument(
         flag.name,
-        type=flag.type,
-        choices=flag.choices,
+        type=str if choices else options[0] if options else hint,
+        choices=choices,
         required=required,
-        default=None if required else field.default,
+        default=None if required else default,
         help=flag.help,
     )
 

@@ -7,29 +7,20 @@ Every check raises a ValueError whose message begins with the field's name and c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import torch
 
 from megatron_replay.importance import ImportanceOptions
+from megatron_replay.ops.checks import require, require_choice
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
+from megatron_replay.ops.priority_draw import ReplayPriority
 
 AdvantageStd = Literal["population", "sample", "none"]
-ReplayPriority = Literal["abs-advantage", "group-std", "uniform"]
 ReplayComposition = Literal["fresh-anchored", "pool"]
 OldLogprobs = Literal["engine", "recomputed"]
-TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
-
-
-def require(condition: bool, name: str, value: Any, needs: str) -> None:
-    """Raise `ValueError("<name> <needs>, got <value>")` unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{name} {needs}, got {value!r}")
-
-
-def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    require(value in choices, name, value, f"must be one of {', '.join(map(str, choices))}")
+TransformerImpl = Literal["auto", "local", "transformer_engine"]
+LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +43,8 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         require(self.replay_ratio >= 0, "replay_ratio", self.replay_ratio, "must be at least 0")
-        require_choice("priority", self.priority, ("abs-advantage", "group-std", "uniform"))
-        require_choice("composition", self.composition, ("fresh-anchored", "pool"))
+        require_choice("priority", self.priority, get_args(ReplayPriority))
+        require_choice("composition", self.composition, get_args(ReplayComposition))
         require(self.priority_alpha >= 0, "priority_alpha", self.priority_alpha, "must be at least 0")
         require(self.priority_eps > 0, "priority_eps", self.priority_eps, "must be positive")
         require(self.tau_max >= 1, "tau_max", self.tau_max, "must be at least 1 step")
@@ -118,8 +109,8 @@ class GrpoConfig:
             "must be at least 2 (a group of one has no relative advantage)",
         )
         require(self.iterations >= 1, "iterations", self.iterations, "must be at least 1")
-        require_choice("advantage_std", self.advantage_std, ("population", "sample", "none"))
-        require_choice("old_logprobs", self.old_logprobs, ("engine", "recomputed"))
+        require_choice("advantage_std", self.advantage_std, get_args(AdvantageStd))
+        require_choice("old_logprobs", self.old_logprobs, get_args(OldLogprobs))
         require(
             not self.importance.enabled or self.old_logprobs == "recomputed",
             "old_logprobs",
@@ -133,7 +124,7 @@ class ModelOptions:
     """How the shape is built: precision, layer implementation, memory."""
 
     dtype: torch.dtype = torch.float32
-    transformer_impl: str = "auto"
+    transformer_impl: TransformerImpl = "auto"
     sequence_parallel: bool = False
     make_vocab_size_divisible_by: int = 128
     recompute_activations: bool = False
@@ -141,7 +132,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         # float16 is left out: the gradients of the loss would underflow before a loss scale reaches them
         require_choice("dtype", self.dtype, (torch.float32, torch.bfloat16))
-        require_choice("transformer_impl", self.transformer_impl, TRANSFORMER_IMPLS)
+        require_choice("transformer_impl", self.transformer_impl, get_args(TransformerImpl))
         require(
             self.make_vocab_size_divisible_by >= 1,
             "make_vocab_size_divisible_by",
@@ -157,7 +148,7 @@ class OptimizerOptions:
     lr: float
     total_updates: int
     min_lr: float = 0.0
-    lr_decay_style: str = "constant"
+    lr_decay_style: LrDecayStyle = "constant"
     lr_warmup_iters: int = 0
     lr_decay_iters: int | None = None
     weight_decay: float = 0.0
@@ -170,7 +161,7 @@ class OptimizerOptions:
     def __post_init__(self) -> None:
         require(self.lr >= 0, "lr", self.lr, "must be at least 0")
         require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must be between 0 and lr {self.lr}")
-        require_choice("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
+        require_choice("lr_decay_style", self.lr_decay_style, get_args(LrDecayStyle))
         require(
             0 <= self.lr_warmup_iters < self.decay_updates,
             "lr_warmup_iters",

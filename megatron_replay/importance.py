@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_replay.ops.checks import require, require_choice
 from megatron_replay.rollout import RolloutBatch
+
+ImportanceMode = Literal["truncate", "mask"]
 
 
 @dataclass(frozen=True)
@@ -17,13 +20,11 @@ class ImportanceOptions:
 
     enabled: bool = False
     cap: float = 2.0
-    mode: Literal["truncate", "mask"] = "truncate"
+    mode: ImportanceMode = "truncate"
 
     def __post_init__(self) -> None:
-        if self.cap <= 0:
-            raise ValueError(f"cap must be positive, got {self.cap}")
-        if self.mode not in ("truncate", "mask"):
-            raise ValueError(f"mode must be one of truncate, mask, got {self.mode!r}")
+        require(self.cap > 0, "cap", self.cap, "must be positive")
+        require_choice("mode", self.mode, get_args(ImportanceMode))
 
 
 def rollout_importance_weight(batch: RolloutBatch, trainer_logprobs: Tensor, options: ImportanceOptions) -> Tensor:

@@ -19,6 +19,7 @@ from megatron_replay.ops.priority_draw import draw_keys, draw_with_replacement, 
 from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter
 from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_FIELDS, RolloutBatch, cumulative
 
+SAVED_FIELDS = (*TOKEN_FIELDS, *ROLLOUT_DTYPES, "cu_seqlens")
 COUNTERS = ("evicted_by_age", "evicted_by_capacity")
 # ids of any vocabulary fit int32; `push` checks it
 STORED_DTYPES = dict(zip(TOKEN_FIELDS, (torch.int32, torch.bool, torch.float32), strict=True))
@@ -116,9 +117,10 @@ class RolloutReplayBuffer:
 
     def evict(self, step: int) -> int:
         """Drop every rollout with step - birth_step > tau_max; returns how many of this shard. Run it before `draw`."""
-        age = step - self._rows["birth_step"][self._live()]
+        live = self._live()
+        age = step - self._rows["birth_step"][live]
         count = int((age > self.config.tau_max).sum())  # birth order: exactly the oldest
-        self._evicted_length_sum = int(self._length[self._live()][:count].sum())
+        self._evicted_length_sum = int(self._length[live[:count]].sum())
         self._evicted_rows = count
         self.counters["evicted_by_age"] += count
         self._drop_oldest(count)
@@ -174,7 +176,7 @@ class RolloutReplayBuffer:
     def state_dict(self) -> dict[str, Tensor]:
         """The live rollouts of this shard, oldest first, and its counters; flat names, contiguous CPU tensors."""
         batch = self._gather(self._live())
-        state = {name: getattr(batch, name) for name in (*TOKEN_FIELDS, *ROLLOUT_DTYPES, "cu_seqlens")}
+        state = {name: getattr(batch, name) for name in SAVED_FIELDS}
         state |= {name: torch.tensor(value) for name, value in self.counters.items()}
         return {name: x.cpu().contiguous() for name, x in state.items()}
 
@@ -187,13 +189,12 @@ class RolloutReplayBuffer:
         """
         if not shards:
             raise ValueError("shards must hold every saved shard, got none")
-        names = (*TOKEN_FIELDS, *ROLLOUT_DTYPES, "cu_seqlens")
         for i, shard in enumerate(shards):
-            if missing := [x for x in (*names, *COUNTERS) if x not in shard]:
+            if missing := [x for x in (*SAVED_FIELDS, *COUNTERS) if x not in shard]:
                 raise ValueError(f"shard {i} of {len(shards)} of the replay buffer lacks {', '.join(missing)}")
             if (want := int(shard["cu_seqlens"][-1])) != (got := shard["tokens"].numel()):
                 raise ValueError(f"shard {i} of {len(shards)} of the replay buffer must hold {want} tokens, got {got}")
-        union = RolloutBatch.cat([RolloutBatch(**{name: shard[name] for name in names}) for shard in shards])
+        union = RolloutBatch.cat([RolloutBatch(**{name: shard[name] for name in SAVED_FIELDS}) for shard in shards])
         uids, times = torch.unique(union.uid, return_counts=True)
         if bool((times > 1).any()):
             raise ValueError(f"uid {int(uids[times > 1][0])} stands in the replay buffer's shards more than once")
@@ -204,7 +205,7 @@ class RolloutReplayBuffer:
         self.counters = {
             name: sum(int(shard[name]) for shard in shards) if self.group.rank == 0 else 0 for name in COUNTERS
         }
-        self.push(union.select(mine).to(self._start.device))
+        self.push(union.select(mine))
 
     def _live(self) -> Tensor:
         """Slots of the stored rollouts, oldest first."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_replay.ops import backend as backends
-from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs, require
+from megatron_replay.ops.checks import require, require_choice
+from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 
 RatioLevel = Literal["token", "sequence"]
 Objective = Literal["clip", "cispo"]
@@ -53,13 +54,10 @@ class GrpoLossOptions:
             self.dual_clip,
             "needs objective clip (the weight of cispo is already bounded)",
         )
-        for name, choices in (
-            ("ratio_level", ("token", "sequence")),
-            ("objective", ("clip", "cispo")),
-            ("kl_estimator", ("k1", "k2", "k3")),
-            ("aggregation", ("token-mean", "sequence-mean", "fixed-length")),
-        ):
-            require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        require_choice("objective", self.objective, get_args(Objective))
+        require_choice("kl_estimator", self.kl_estimator, get_args(KlEstimator))
+        require_choice("aggregation", self.aggregation, get_args(Aggregation))
         require(0 <= self.kl_beta < float("inf"), "kl_beta", self.kl_beta, "must be finite, at least 0")
         require(abs(self.entropy_weight) < float("inf"), "entropy_weight", self.entropy_weight, "must be finite")
         # exp(80) still fits float32

@@ -6,10 +6,12 @@ Dims: T tokens (packed), N rollouts.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from megatron_replay.ops.checks import require
 
 if TYPE_CHECKING:
     from megatron_replay.ops.grpo_loss import GrpoLossOptions
@@ -80,12 +82,6 @@ class GrpoLossInputs:
             raise ValueError(f"cu_seqlens must rise from 0 to at most {t}, got {self.cu_seqlens.tolist()}")
         if bool(self.loss_mask[last:].any()):
             raise ValueError(f"loss_mask must be False past cu_seqlens[-1] = {last}, got True")
-
-
-def require(condition: bool, name: str, value: Any, needs: str) -> None:
-    """Raise `ValueError("<name> <needs>, got <value>")` unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{name} {needs}, got {value!r}")
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> None:

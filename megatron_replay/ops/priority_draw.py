@@ -5,12 +5,14 @@ Dims: C stored rollouts, n rollouts asked for, m <= n rollouts drawn.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from megatron_replay.ops import backend as backends
 
-PRIORITIES = ("abs-advantage", "group-std", "uniform")
+ReplayPriority = Literal["abs-advantage", "group-std", "uniform"]
 MAX_WORD = 2**32 - 1  # step and repeat are words of the counter
 BLOCK = 2**20  # keys held at a time by a draw with replacement
 
@@ -23,7 +25,7 @@ def replay_weights(advantage: Tensor, group_std: Tensor, priority: str, alpha: f
         return group_std.double()
     if priority == "uniform":
         return torch.ones_like(advantage, dtype=torch.float64)
-    raise ValueError(f"priority must be one of {', '.join(PRIORITIES)}, got {priority!r}")
+    raise ValueError(f"priority must be one of {', '.join(get_args(ReplayPriority))}, got {priority!r}")
 
 
 def draw_keys(

@@ -10,7 +10,7 @@ Dims: T tokens of the pack, S sequence length, B batch, h heads, g query groups,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,14 +26,17 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor | None = None  # [T] int64
     by_length: list[Tensor] = field(default_factory=list)  # of [n, S] int64, token positions of equal-length sequences
+    inverse: Tensor | None = None  # [T] int64, where each token stands in the concatenation of by_length
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, position_ids: Tensor, max_seqlen: int) -> PackedSequences:
         """cu_seqlens [n+1] int32, position_ids [T]. On the CPU the token positions are grouped by length."""
         groups: list[Tensor] = []
+        inverse = None
         if not cu_seqlens.is_cuda:
             lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1].long()
             groups = [starts[lengths == n][:, None] + torch.arange(n) for n in torch.unique(lengths).tolist() if n > 0]
+            inverse = torch.cat([at.flatten() for at in groups]).argsort()
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -42,6 +45,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=max_seqlen,
             position_ids=position_ids,
             by_length=groups,
+            inverse=inverse,
         )
 
 
@@ -61,7 +65,7 @@ class PackedSelfAttention(SelfAttention):
             if rotary_pos_emb is not None:
                 rotary_pos_emb = rotary_pos_emb[packed_seq_params.position_ids]  # [T, 1, 1, d]
             # "thd" would send q and k through the per-sequence RoPE loop
-            packed_seq_params = _with_format(packed_seq_params, "sbhd")
+            packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
         return super().forward(
             hidden_states,
             attention_mask,
@@ -134,10 +138,7 @@ class SdpaCoreAttention(torch.nn.Module):
                 qs, ks, vs, is_causal=True, scale=self.scale, enable_gqa=qs.size(1) != ks.size(1)
             )
             parts.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [n*S, h*d]
-        order = torch.cat([at.flatten() for at in packed.by_length])
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel())
-        return torch.cat(parts)[inverse][:, None]
+        return torch.cat(parts)[packed.inverse][:, None]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """No parameters."""
@@ -150,9 +151,3 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def _with_format(packed: PackedSequences, qkv_format: str) -> PackedSequences:
-    changed = PackedSequences(**packed.__dict__)
-    changed.qkv_format = qkv_format
-    return changed

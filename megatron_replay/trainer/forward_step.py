@@ -23,6 +23,7 @@ from megatron_replay.ops.grpo_loss import GrpoLossOptions
 from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
 from megatron_replay.trainer.attention import PackedSequences
+from megatron_replay.trainer.model import head_weight
 from megatron_replay.trainer.packing import PackedMicrobatch
 from megatron_replay.trainer.parallel import ParallelGroups
 
@@ -71,14 +72,14 @@ class TrainForwardStep:
         put = _to(self.groups.device)
 
         def grpo_head(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-            rows = put(pack.rows)
+            weight = head_weight(output_layer, output_weight)
             out = linear_grpo_loss(
-                _trained_hidden(hidden_states, rows, output_layer, self.groups),
-                output_layer.weight if output_weight is None else output_weight,
+                _trained_hidden(hidden_states, put(pack.rows), output_layer, self.groups),
+                weight,
                 put(pack.targets),
                 inputs.to(self.groups.device),
                 self.head.loss,
-                **_vocabulary(self.head, output_layer, output_weight, self.groups),
+                **_vocabulary(self.head, weight, self.groups),
             )
             self.report.add(out.loss.detach(), out.stats, out.maxima)
             return out.loss
@@ -102,11 +103,12 @@ class LogprobForwardStep:
         put = _to(self.groups.device)
 
         def logprob_head(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+            weight = head_weight(output_layer, output_weight)
             return linear_token_logprob(
                 _trained_hidden(hidden_states, put(pack.rows), output_layer, self.groups),
-                output_layer.weight if output_weight is None else output_weight,
+                weight,
                 put(pack.targets),
-                **_vocabulary(self.head, output_layer, output_weight, self.groups),
+                **_vocabulary(self.head, weight, self.groups),
             ).logprob
 
         def collect(logprobs: Tensor, non_loss_data: bool = True) -> Tensor:
@@ -135,10 +137,7 @@ def _trained_hidden(hidden_states: Tensor, rows: Tensor, output_layer: Any, grou
     return copy_to_tensor_model_parallel_region(hidden_states.squeeze(1)[rows], group=groups.tensor)
 
 
-def _vocabulary(
-    head: HeadOptions, output_layer: Any, output_weight: Tensor | None, groups: ParallelGroups
-) -> dict[str, Any]:
-    weight = output_layer.weight if output_weight is None else output_weight
+def _vocabulary(head: HeadOptions, weight: Tensor, groups: ParallelGroups) -> dict[str, Any]:
     return {
         "vocab_start": groups.tensor_rank * weight.size(0),
         "vocab_size": head.vocab_size,

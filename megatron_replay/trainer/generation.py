@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_replay.config import SamplingConfig
 from megatron_replay.ops.philox import STREAM_SAMPLING, uniform
+from megatron_replay.trainer.model import head_weight
 from megatron_replay.trainer.parallel import ParallelGroups
 
 
@@ -203,8 +204,7 @@ class ShardedLogitsWrapper(GPTInferenceWrapper):
 
 
 def _last_logits(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-    weight = output_layer.weight if output_weight is None else output_weight
-    return hidden_states[-1] @ weight.t()  # [B, H] @ [H, Vp]
+    return hidden_states[-1] @ head_weight(output_layer, output_weight).t()  # [B, H] @ [H, Vp]
 
 
 @contextmanager

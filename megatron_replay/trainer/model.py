@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from safetensors import safe_open
+from torch import Tensor
 
-from megatron_replay.config import TRANSFORMER_IMPLS, ModelOptions
+from megatron_replay.config import ModelOptions, TransformerImpl
+from megatron_replay.ops.checks import require_choice
 from megatron_replay.trainer.attention import PackedSelfAttention, RMSNorm, SdpaCoreAttention
 from megatron_replay.trainer.parallel import ParallelGroups
 from megatron_replay.weight_sync.hf_mapping import hf_names, to_megatron
@@ -87,8 +90,7 @@ def transformer_config(
 
 def resolve_impl(requested: str) -> str:
     """`local` or `transformer_engine`; `auto` is Transformer Engine on CUDA where it is installed."""
-    if requested not in TRANSFORMER_IMPLS:
-        raise ValueError(f"--transformer-impl must be one of {', '.join(TRANSFORMER_IMPLS)}, got {requested!r}")
+    require_choice("--transformer-impl", requested, get_args(TransformerImpl))
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
     usable = HAVE_TE and torch.cuda.is_available()
@@ -156,6 +158,11 @@ def load_hf_weights(model: GPTModel, folder: str | Path, shape: ModelShape, grou
                     f"the model needs {list(parameter.shape)}"
                 )
             parameter.copy_(value)
+
+
+def head_weight(output_layer: Any, output_weight: Tensor | None) -> Tensor:
+    """The LM head [Vp, H] as GPTModel hands it to an output processor: tied (`output_weight`), or the layer's own."""
+    return output_layer.weight if output_weight is None else output_weight
 
 
 def checkpoint_identity(folder: str | Path) -> str:

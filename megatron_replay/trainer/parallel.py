@@ -6,8 +6,10 @@ Functions of the trainer take a ParallelGroups; nobody below the entry script lo
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_replay.data_parallel import DataParallelGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,13 @@ def _start_distributed(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """make() of rank 0 on every rank: work that one rank does for all, such as reading a whole checkpoint."""
+    held = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]  # type: ignore[return-value]
 
 
 def shutdown() -> None:

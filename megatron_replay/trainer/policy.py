@@ -59,8 +59,8 @@ class MegatronPolicy:
         if rollouts == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "update_skipped": 1.0, "train/tokens": 0.0}
         weights = rollout_loss_weights(batch.response_lengths, tokens, rollouts, self.head.loss)
-        reference = self._reference_logprobs(batch) if self.reference is not None else None
         packs = self._pack(batch)
+        reference = self._reference_logprobs(batch, packs) if self.reference is not None else None
         inputs = [_loss_inputs(p, batch, weights, step, reference, self.head.age_buckets) for p in packs]
         forward_step = TrainForwardStep(self.groups, self.head)
 
@@ -79,10 +79,12 @@ class MegatronPolicy:
         }
         return metrics
 
-    @torch.no_grad()
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Log-probs [T] float32 of the batch's trained tokens under the current weights, 0 elsewhere."""
-        packs = self._pack(batch)
+        return self._logprobs(batch, self._pack(batch))
+
+    @torch.no_grad()
+    def _logprobs(self, batch: RolloutBatch, packs: list[PackedMicrobatch]) -> Tensor:
         self.model.eval()
         found = self._schedule(LogprobForwardStep(self.groups, self.head), packs, forward_only=True)
         out = torch.zeros(batch.tokens.numel())
@@ -117,9 +119,9 @@ class MegatronPolicy:
             collect_non_loss_data=forward_only,
         )
 
-    def _reference_logprobs(self, batch: RolloutBatch) -> Tensor:
+    def _reference_logprobs(self, batch: RolloutBatch, packs: list[PackedMicrobatch]) -> Tensor:
         with self._reference_weights():
-            return self.logprobs(batch)
+            return self._logprobs(batch, packs)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
