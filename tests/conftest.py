@@ -1,11 +1,31 @@
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# without a GPU the Triton kernels run in its interpreter, which triton decides on when it is imported
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import tests.triton_interpreter  # noqa: F401
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where Triton kernels run: the GPU, or the CPU in the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The kernel tests are GPU tests where there is a GPU."""
+    if torch.cuda.is_available():
+        for item in items:
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)

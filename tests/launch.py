@@ -18,8 +18,9 @@ def command(processes: int, script: Path, *args: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread a process; none of the variables a surrounding torchrun may have set."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    """One thread a process; none of the variables that a surrounding torchrun or these tests have set."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TRITON_INTERPRET")
+    kept = {k: v for k, v in os.environ.items() if k not in foreign}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 

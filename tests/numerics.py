@@ -18,7 +18,10 @@ from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 
 
 def assert_no_worse_than_torch(actual: Tensor, truth64: Tensor, torch_same_dtype: Tensor, eps: float = 1e-6) -> None:
-    """`actual` is at most as far from the float64 truth as torch in the same dtype is, plus eps (max norm)."""
+    """`actual` is at most as far from the float64 truth as torch in the same dtype is, plus eps (max norm).
+
+    eps counts in units of the largest true value where that is above 1: a float32 of 10 is not known to 1e-6.
+    """
     actual, truth64, torch_same_dtype = actual.detach(), truth64.detach(), torch_same_dtype.detach()
     assert actual.shape == truth64.shape == torch_same_dtype.shape
     assert truth64.dtype == torch.float64
@@ -27,6 +30,7 @@ def assert_no_worse_than_torch(actual: Tensor, truth64: Tensor, torch_same_dtype
         return
     ours = float((actual.double() - truth64).abs().max())
     theirs = float((torch_same_dtype.double() - truth64).abs().max())
+    eps *= max(1.0, float(truth64.abs().max()))
     assert ours <= theirs + eps, f"error {ours:.3e}, torch {theirs:.3e} + {eps:.1e}"
 
 
@@ -71,6 +75,9 @@ class LossCase:
             k: v.double() for k, v in self.arguments().items() if isinstance(v, Tensor) and v.is_floating_point()
         }
         return replace(self, **floating)
+
+    def to(self, device: torch.device) -> LossCase:
+        return replace(self, **{k: v.to(device) for k, v in self.arguments().items() if isinstance(v, Tensor)})
 
     @property
     def bounds(self) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -34,15 +35,24 @@ OPTIONS = {
 }
 
 
-def evaluate(case: LossCase) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
-    """Loss, its gradients in policy_logprobs and entropy, summary of all rows."""
-    case = replace(case, policy_logprobs=case.policy_logprobs.detach().clone().requires_grad_())
-    if case.entropy is not None:
-        case.entropy = case.entropy.detach().clone().requires_grad_()
-    result = grpo_loss(**case.call())
-    result.loss.backward()
-    dentropy = None if case.entropy is None else case.entropy.grad
-    return result.loss.detach(), case.policy_logprobs.grad, dentropy, summarize_stats(result.stats, result.maxima)
+Evaluate = Callable[[LossCase], tuple[Tensor, Tensor, Tensor | None, dict[str, float]]]
+
+
+@pytest.fixture(params=["reference", "triton"])
+def evaluate(request: pytest.FixtureRequest, device: torch.device) -> Evaluate:
+    """LossCase -> loss, its gradients in policy_logprobs and entropy, summary of all rows; on both backends."""
+
+    def run(case: LossCase) -> tuple[Tensor, Tensor, Tensor | None, dict[str, float]]:
+        case = case.to(device)
+        policy = case.policy_logprobs.detach().clone().requires_grad_()
+        entropy = None if case.entropy is None else case.entropy.detach().clone().requires_grad_()
+        result = grpo_loss(**case.call(policy_logprobs=policy, entropy=entropy), backend=request.param)
+        result.loss.backward()
+        dentropy = None if entropy is None or entropy.grad is None else entropy.grad.cpu()
+        summary = summarize_stats(result.stats, result.maxima)
+        return result.loss.detach().cpu(), policy.grad.cpu(), dentropy, summary
+
+    return run
 
 
 def evaluate_naive(case: LossCase) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +67,7 @@ def evaluate_naive(case: LossCase) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("lengths", [(7, 0, 1, 13, 29, 5), (1, 30, 20, 0, 3, 2, 4, 1, 6, 2, 3, 5, 1, 8)])
-def test_value_and_gradient_of_every_option(name: str, lengths: tuple[int, ...]) -> None:
+def test_value_and_gradient_of_every_option(evaluate: Evaluate, name: str, lengths: tuple[int, ...]) -> None:
     case = random_case(OPTIONS[name], lengths)
     loss, dpolicy, dentropy, summary = evaluate(case)
     want, dpolicy64, dentropy64 = evaluate_naive(case)
@@ -77,7 +87,7 @@ def test_value_and_gradient_of_every_option(name: str, lengths: tuple[int, ...])
         assert 0.05 < summary["log_ratio_clamp_fraction"] < 0.95
 
 
-def test_no_worse_than_torch() -> None:
+def test_no_worse_than_torch(evaluate: Evaluate) -> None:
     case = random_case(GrpoLossOptions(), (101, 0, 77, 1, 300))
     loss, dpolicy, _, summary = evaluate(case)
     truth, truth_grad, _ = evaluate_naive(case)
@@ -104,7 +114,7 @@ def test_gradcheck_in_float64(name: str) -> None:
 
 
 def single(
-    log_ratio: float, advantage: float, options: GrpoLossOptions, reference: float | None = None
+    evaluate: Evaluate, log_ratio: float, advantage: float, options: GrpoLossOptions, reference: float | None = None
 ) -> tuple[float, float, dict[str, float]]:
     """One trained token of weight 1."""
     case = LossCase(
@@ -134,8 +144,10 @@ def single(
         (9.0, 0.0, 0.0, 0.0, None),
     ],
 )
-def test_by_hand(ratio: float, advantage: float, loss: float, grad: float, counted: str | None) -> None:
-    got, dpolicy, summary = single(math.log(ratio), advantage, GrpoLossOptions(dual_clip=3.0))
+def test_by_hand(
+    evaluate: Evaluate, ratio: float, advantage: float, loss: float, grad: float, counted: str | None
+) -> None:
+    got, dpolicy, summary = single(evaluate, math.log(ratio), advantage, GrpoLossOptions(dual_clip=3.0))
     assert got == pytest.approx(loss, abs=1e-5) and dpolicy == pytest.approx(grad, abs=1e-5)
     for name in ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction"):
         assert summary[name] == float(name == counted)
@@ -151,8 +163,8 @@ def test_by_hand(ratio: float, advantage: float, loss: float, grad: float, count
     ],
 )
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_cispo_by_hand(ratio: float, weight: float, counted: str | None, advantage: float) -> None:
-    loss, grad, summary = single(math.log(ratio), advantage, GrpoLossOptions(objective="cispo"))
+def test_cispo_by_hand(evaluate: Evaluate, ratio: float, weight: float, counted: str | None, advantage: float) -> None:
+    loss, grad, summary = single(evaluate, math.log(ratio), advantage, GrpoLossOptions(objective="cispo"))
     assert loss == pytest.approx(weight * advantage, abs=1e-5)  # -w A logp with logp = -1
     assert grad == pytest.approx(-weight * advantage, abs=1e-5), "the gradient reaches clipped tokens"
     assert summary["clip_fraction_high"] == float(counted in ("clip_fraction_high", "both"))
@@ -164,9 +176,11 @@ def test_cispo_by_hand(ratio: float, weight: float, counted: str | None, advanta
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_stale_tokens(log_ratio: float, advantage: float, dual_clip: float | None, level: str) -> None:
+def test_stale_tokens(
+    evaluate: Evaluate, log_ratio: float, advantage: float, dual_clip: float | None, level: str
+) -> None:
     options = GrpoLossOptions(dual_clip=dual_clip, ratio_level=level, kl_beta=0.1)
-    loss, grad, summary = single(log_ratio, advantage, options, reference=-log_ratio)
+    loss, grad, summary = single(evaluate, log_ratio, advantage, options, reference=-log_ratio)
     assert math.isfinite(loss) and math.isfinite(grad)
     assert all(math.isfinite(x) for x in summary.values())
     assert summary["log_ratio_clamp_fraction"] == 1.0
@@ -184,7 +198,7 @@ def test_stale_tokens(log_ratio: float, advantage: float, dual_clip: float | Non
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 200.0, -200.0])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_masked_places_do_not_matter(garbage: float, name: str) -> None:
+def test_masked_places_do_not_matter(evaluate: Evaluate, garbage: float, name: str) -> None:
     case = random_case(OPTIONS[name])
     clean = evaluate(case)
     unused = torch.tensor([1])  # the empty rollout
@@ -199,14 +213,14 @@ def test_masked_places_do_not_matter(garbage: float, name: str) -> None:
     assert (poisoned[1][~case.loss_mask] == 0).all()
 
 
-def test_a_broken_trained_token_is_not_hidden() -> None:
+def test_a_broken_trained_token_is_not_hidden(evaluate: Evaluate) -> None:
     case = random_case(GrpoLossOptions())
     case.policy_logprobs[case.loss_mask.nonzero()[0]] = math.nan
     assert math.isnan(float(evaluate(case)[0]))
 
 
 @pytest.mark.parametrize("name", ["default", "sequence", "everything"])
-def test_nothing_trained(name: str) -> None:
+def test_nothing_trained(evaluate: Evaluate, name: str) -> None:
     case = random_case(OPTIONS[name])
     case.loss_mask[:] = False
     case.policy_logprobs[:] = math.nan
@@ -217,13 +231,13 @@ def test_nothing_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
-def test_no_tokens(lengths: tuple[int, ...]) -> None:
+def test_no_tokens(evaluate: Evaluate, lengths: tuple[int, ...]) -> None:
     loss, dpolicy, _, summary = evaluate(random_case(OPTIONS["everything"], lengths))
     assert loss == 0 and dpolicy.shape == (0,)
     assert set(summary.values()) == {0.0}
 
 
-def test_tokens_past_the_last_rollout_are_padding() -> None:
+def test_tokens_past_the_last_rollout_are_padding(evaluate: Evaluate) -> None:
     case = random_case(OPTIONS["everything"])
     want = evaluate(case)
     pad = torch.full((3,), math.nan)
@@ -244,7 +258,7 @@ def test_a_mask_past_the_last_rollout_trains_nothing() -> None:
     assert terms.dlogprob[3] == 0 and terms.stats[:, STATS.index("tokens")].sum() == 3
 
 
-def test_first_update_has_ratio_one() -> None:
+def test_first_update_has_ratio_one(evaluate: Evaluate) -> None:
     case = random_case(GrpoLossOptions(), spread=0.0)
     _, grad, _, summary = evaluate(case)
     assert summary["ratio_mean"] == summary["ratio_max"] == summary["ess"] == 1.0
@@ -254,13 +268,13 @@ def test_first_update_has_ratio_one() -> None:
     torch.testing.assert_close(grad, want)
 
 
-def test_replayed_tokens_use_the_behavior_logprobs() -> None:
+def test_replayed_tokens_use_the_behavior_logprobs(evaluate: Evaluate) -> None:
     case = random_case(GrpoLossOptions(), spread=0.5)
     assert abs(evaluate(case)[3]["ratio_mean"] - 1) > 0.02
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "fixed-length"])
-def test_numerator_mask_is_denominator_mask(aggregation: str) -> None:
+def test_numerator_mask_is_denominator_mask(evaluate: Evaluate, aggregation: str) -> None:
     fixed = 16 if aggregation == "fixed-length" else None
     options = GrpoLossOptions(aggregation=aggregation, fixed_length=fixed)
     case = random_case(options, (7, 0, 1, 13, 29, 5), spread=0.0)
@@ -286,7 +300,7 @@ def test_empty_denominators_give_weight_zero(aggregation: str) -> None:
     assert rollout_loss_weights(torch.tensor([], dtype=torch.int64), 3, 2, options).shape == (0,)
 
 
-def test_low_precision_logprobs() -> None:
+def test_low_precision_logprobs(evaluate: Evaluate) -> None:
     case = random_case(GrpoLossOptions())
     half = replace(case, policy_logprobs=case.policy_logprobs.bfloat16())
     same = replace(case, policy_logprobs=half.policy_logprobs.float())
@@ -296,7 +310,7 @@ def test_low_precision_logprobs() -> None:
     assert grad.dtype == torch.bfloat16 and torch.equal(grad, want_grad.bfloat16())
 
 
-def test_backward_scales() -> None:
+def test_backward_scales(evaluate: Evaluate) -> None:
     case = random_case(OPTIONS["everything"])
     _, grad, _, _ = evaluate(case)
     case.policy_logprobs.requires_grad_()
@@ -331,6 +345,7 @@ def test_option_errors(changes: dict, message: str) -> None:
         GrpoLossOptions(**changes)
 
 
-def test_a_backend_that_cannot_run() -> None:
+def test_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=r"^backend triton cannot run grpo_loss on cpu"):
         grpo_loss_terms(**random_case(GrpoLossOptions()).call(), backend="triton")

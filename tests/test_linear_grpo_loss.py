@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss
 from megatron_replay.ops.grpo_stats import summarize_stats
-from megatron_replay.ops.linear_grpo_loss import LinearGrpoLoss, linear_grpo_loss, linear_token_logprob
+from megatron_replay.ops.linear_grpo_loss import (
+    LinearGrpoLoss,
+    _add_product,
+    chunk_tokens_within,
+    linear_grpo_loss,
+    linear_token_logprob,
+)
 from megatron_replay.ops.token_logprob import token_logprob
 from tests.numerics import (
     LossCase,
@@ -86,7 +92,7 @@ def test_equals_the_dense_loss_in_float64(name: str) -> None:
     assert 0.05 < summary["clip_fraction"] < 0.95
 
     h2, w2 = with_grad(hidden, weight)
-    logprob, entropy, _ = token_logprob(h2 @ w2.T, target, vocab_size=V, temperature=TEMPERATURE)
+    logprob, entropy = token_logprob(h2 @ w2.T, target, vocab_size=V, temperature=TEMPERATURE)[:2]
     dense = grpo_loss(**case.call(policy_logprobs=logprob, entropy=entropy))
     torch.testing.assert_close(result.stats, dense.stats)
     torch.testing.assert_close(result.maxima, dense.maxima)
@@ -115,8 +121,8 @@ def test_no_worse_than_torch(dtype: torch.dtype, name: str) -> None:
     assert h.grad.dtype == w.grad.dtype == dtype
     assert result.loss.dtype == result.logprobs.dtype == torch.float32
     torch.testing.assert_close(result.loss.double(), truth, rtol=1e-5, atol=1e-5)
-    assert_no_worse_than_torch(h.grad, dhidden, h2.grad, eps=2e-6)
-    assert_no_worse_than_torch(w.grad, dweight, w2.grad, eps=2e-6)
+    assert_no_worse_than_torch(h.grad, dhidden, h2.grad)
+    assert_no_worse_than_torch(w.grad, dweight, w2.grad)
     assert_not_trivial(dweight, 0.1)
 
 
@@ -145,6 +151,31 @@ def test_the_weight_gradient_is_summed_in_float32() -> None:
     assert error < 0.01
 
 
+def test_no_part_of_the_weight_gradient_is_rounded_to_bfloat16() -> None:
+    a, b, total = torch.randn(33, 50).bfloat16(), torch.randn(50, 17).bfloat16(), torch.randn(33, 17)
+    truth = total.double() + a.double() @ b.double()
+    _add_product(total, a, b)
+    torch.testing.assert_close(total.double(), truth, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "memory", "tokens"),
+    [
+        (151936, torch.bfloat16, 1 << 30, 3456),
+        (151936, torch.float32, 64 << 20, 110),
+        (50257, torch.bfloat16, 1 << 26, 640),
+        (64, torch.float32, 1, 1),
+    ],
+)
+def test_chunk_tokens_within(columns: int, dtype: torch.dtype, memory: int, tokens: int) -> None:
+    weight = torch.empty(columns, 1, dtype=dtype)
+    assert chunk_tokens_within(memory, weight) == tokens
+    padded = -(-columns // 64) * 64
+    assert tokens == 1 or tokens * padded * weight.element_size() <= memory
+    with pytest.raises(ValueError, match=r"^memory_bytes must be above 0, got 0"):
+        chunk_tokens_within(0, weight)
+
+
 class Recorder(TorchDispatchMode):
     """The largest tensor that any operator returned, and the shapes of all matrix products."""
 
@@ -158,7 +189,7 @@ class Recorder(TorchDispatchMode):
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor):
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
-        if func.overloadpacket == torch.ops.aten.mm:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
             self.products.append(tuple(out.shape))
         return out
 
@@ -171,7 +202,7 @@ def test_the_logits_are_never_whole(name: str) -> None:
     with Recorder() as seen:
         linear(h, w, target, case, chunk_tokens=16).loss.backward()
     t, chunk = sum(lengths), 16
-    assert seen.largest <= max(chunk * COLUMNS, t * H, COLUMNS * H)
+    assert seen.largest <= max(chunk * 64, t * H, COLUMNS * H), "a row of the chunk is padded to 64 columns"
     assert seen.largest < t * V / 3
     passes = 2 if name == "sequence" else 1
     assert seen.products.count((chunk, COLUMNS)) == passes * t // chunk
@@ -304,7 +335,8 @@ def test_errors(changes: dict, message: str) -> None:
         linear(**tensors, case=replace(case, **fields), **settings)
 
 
-def test_a_backend_that_cannot_run() -> None:
+def test_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight, target, case = head_case(OPTIONS["default"])
     with pytest.raises(RuntimeError, match=r"^backend triton cannot run token_logprob on cpu"):
         linear(hidden, weight, target, case, backend="triton")

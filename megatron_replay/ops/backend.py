@@ -18,8 +18,14 @@ Backend = Literal["reference", "triton", "cuda"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
-    "token_logprob": {"reference": "megatron_replay.ops.token_logprob_reference"},
-    "grpo_loss": {"reference": "megatron_replay.ops.grpo_loss_reference"},
+    "token_logprob": {
+        "reference": "megatron_replay.ops.token_logprob_reference",
+        "triton": "megatron_replay.ops.token_logprob_triton",
+    },
+    "grpo_loss": {
+        "reference": "megatron_replay.ops.grpo_loss_reference",
+        "triton": "megatron_replay.ops.grpo_loss_triton",
+    },
     "priority_draw": {
         "reference": "megatron_replay.ops.priority_draw_reference",
         "cuda": "megatron_replay.ops.priority_draw_cuda",

@@ -74,13 +74,16 @@ class GrpoLossOptions:
 
 
 class GrpoLossTerms(NamedTuple):
-    """loss 0-d, dlogprob [T], dentropy [T] or None where entropy_weight is 0; stats [B, K], maxima [B, M] float64."""
+    """loss 0-d, dlogprob [T], dentropy [T] or None where entropy_weight is 0; stats [B, K], maxima [B, M] float64.
 
-    loss: Tensor
+    loss, stats and maxima are None where only the derivatives were asked for.
+    """
+
+    loss: Tensor | None
     dlogprob: Tensor
     dentropy: Tensor | None
-    stats: Tensor
-    maxima: Tensor
+    stats: Tensor | None
+    maxima: Tensor | None
 
 
 class GrpoLoss(NamedTuple):
@@ -183,4 +186,9 @@ class _KnownGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, None, *(None if g is None else (g * dloss).to(dtype) for g, dtype in pairs)
+        # one pass over each: a product in the sum's dtype would take as much memory again
+        return (
+            None,
+            None,
+            *(None if g is None else torch.mul(g, dloss, out=torch.empty_like(g, dtype=dtype)) for g, dtype in pairs),
+        )

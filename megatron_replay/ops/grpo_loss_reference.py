@@ -15,7 +15,11 @@ from megatron_replay.ops.grpo_stats import MAXIMA, STATS
 
 
 def grpo_loss_terms(
-    policy_logprobs: Tensor, inputs: GrpoLossInputs, options: GrpoLossOptions, entropy: Tensor | None
+    policy_logprobs: Tensor,
+    inputs: GrpoLossInputs,
+    options: GrpoLossOptions,
+    entropy: Tensor | None,
+    statistics: bool = True,
 ) -> GrpoLossTerms:
     dtype = torch.float64 if policy_logprobs.dtype == torch.float64 else torch.float32
     limit = options.log_ratio_clamp
@@ -79,6 +83,8 @@ def grpo_loss_terms(
     if options.entropy_weight != 0:
         value = value - options.entropy_weight * weight * entropy
         dentropy = -options.entropy_weight * weight
+    if not statistics:
+        return GrpoLossTerms(None, dlogprob, dentropy, None, None)
 
     # masked tokens have log-ratio 0 and ratio 1: never clipped, but to be left out of the sums of ratios
     # expm1(x) - x is k3 without the cancellation near 0

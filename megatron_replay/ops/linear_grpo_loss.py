@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_replay.ops import backend as backends
+from megatron_replay.ops.checks import require
 from megatron_replay.ops.grpo_loss import GrpoLossOptions, GrpoLossTerms, with_gradients
 from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.token_logprob import TokenLogprob, VocabShard
@@ -76,8 +77,8 @@ def linear_grpo_loss(
     inputs.check(result.logprob, result.entropy, options)
     module = backends.load("grpo_loss", backends.resolve("grpo_loss", backend, hidden.device))
 
-    def terms(at: slice) -> GrpoLossTerms:
-        return module.grpo_loss_terms(result.logprob[at], inputs.tokens(at), options, result.entropy[at])
+    def terms(at: slice, statistics: bool) -> GrpoLossTerms:
+        return module.grpo_loss_terms(result.logprob[at], inputs.tokens(at), options, result.entropy[at], statistics)
 
     head = _Head(hidden, weight, shard, chunk_tokens)
     one_pass = head.wants_gradient and options.ratio_level == "token"
@@ -87,9 +88,9 @@ def linear_grpo_loss(
             _store(result, at, chunk)
             if one_pass:
                 # of a part of a rollout only the derivatives are right; value and statistics come from `total`
-                known = terms(at)
+                known = terms(at, statistics=False)
                 head.add_gradient(at, logits, target, result, known.dlogprob, known.dentropy)
-        total = terms(slice(0, hidden.shape[0]))
+        total = terms(slice(0, hidden.shape[0]), statistics=True)
         if head.wants_gradient and not one_pass:
             for at, logits in head.chunks():
                 dentropy = None if total.dentropy is None else total.dentropy[at]
@@ -122,6 +123,17 @@ def linear_token_logprob(
     return result
 
 
+def chunk_tokens_within(memory_bytes: int, weight: Tensor) -> int:
+    """How many tokens a chunk may have so that its logits, against weight [Vp, H], take at most `memory_bytes`.
+
+    At least 1; above 128 a multiple of 128, which fills the tiles of a matrix product. A larger chunk reads and writes
+    the float32 sum of dweight less often.
+    """
+    require(memory_bytes > 0, "memory_bytes", memory_bytes, "must be above 0")
+    tokens = max(1, memory_bytes // (_padded(weight.shape[0]) * weight.element_size()))
+    return tokens if tokens < 128 else tokens // 128 * 128
+
+
 class _Head:
     """Logits of token chunks in one reused buffer, and the sums dhidden [T, H] and dweight [Vp, H] of their gradients.
 
@@ -131,7 +143,9 @@ class _Head:
     def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_tokens: int) -> None:
         grad = torch.is_grad_enabled()
         self._hidden, self._weight, self._shard = hidden.detach(), weight.detach(), shard
-        self._buffer = weight.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])
+        columns = weight.shape[0]
+        # rows of whole cache lines, so that kernels and matrix products keep wide accesses whatever the shard is
+        self._buffer = weight.new_empty(min(chunk_tokens, hidden.shape[0]), _padded(columns))[:, :columns]
         self.dhidden = torch.zeros_like(self._hidden) if grad and hidden.requires_grad else None
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.dweight = torch.zeros_like(self._weight, dtype=sum_dtype) if grad and weight.requires_grad else None
@@ -163,11 +177,27 @@ class _Head:
             torch.mm(dlogits, self._weight[words], out=self.dhidden[at])
         if self.dweight is not None:
             active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
-            self.dweight[words] += dlogits.T @ torch.where(active[:, None], self._hidden[at], 0)
+            _add_product(self.dweight[words], dlogits.T, torch.where(active[:, None], self._hidden[at], 0))
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // 64) * 64
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be wider than a and b: no part is rounded to their dtype on the way."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _empty_result(hidden: Tensor) -> TokenLogprob:
-    rows = hidden.new_empty(3, hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+    rows = hidden.new_empty(
+        len(TokenLogprob._fields), hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
     return TokenLogprob(*rows)
 
 
@@ -196,8 +226,7 @@ def _shard(
     if target.shape != hidden.shape[:1] or target.device != hidden.device:
         got = f"{list(target.shape)} on {target.device}"
         raise ValueError(f"target must be [{hidden.shape[0]}] on {hidden.device}, got {got}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    require(chunk_tokens >= 1, "chunk_tokens", chunk_tokens, "must be at least 1")
     return VocabShard.of(
         weight.shape[0],
         target,

@@ -19,11 +19,17 @@ from megatron_replay.ops.token_logprob_reference import LOG_ZERO, valid_columns
 
 
 class TokenLogprob(NamedTuple):
-    """logprob, entropy, lse [T], in nats; float32, or float64 for float64 logits."""
+    """logprob, entropy, lse [T], in nats, of z = logits / temperature; float32, or float64 for float64 logits.
+
+    maximum [T] is the largest logit and log_sum [T] = lse - maximum / temperature. Apart they keep what lse rounds
+    away: (logit - maximum) / temperature - log_sum has no rounding of the size of the logits.
+    """
 
     logprob: Tensor
     entropy: Tensor
     lse: Tensor
+    maximum: Tensor
+    log_sum: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,22 +86,15 @@ class VocabShard:
         return valid_columns(logits, self.vocab_start, self.vocab_size)
 
     def forward(self, logits: Tensor, target: Tensor) -> TokenLogprob:
-        """Partials of this shard, one all-reduce for the maximum and one for the three sums [3, T]."""
+        """Partials [4, T] of this shard, gathered from all shards in one collective and merged in rank order."""
         module = backends.load("token_logprob", self.backend)
-        local, sums = module.token_logprob_forward(logits, target, **self._columns)
-        maximum = local
-        if self.tp_group is not None and dist.get_world_size(self.tp_group) > 1:
-            maximum = local.clone()
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.tp_group)
-            shift = (local - maximum).clamp_(min=LOG_ZERO)  # [T], -inf for a shard of padding alone
-            # sum e^(z-m') (z-m') = e^(m-m') (sum e^(z-m) (z-m) + (m-m') sum e^(z-m))
-            sums[2] += shift * sums[0]
-            sums[0::2] *= shift.exp()
-            dist.all_reduce(sums, group=self.tp_group)
-        log_sum = sums[0].log()
-        # z_target - maximum is exact where both are near; z_target - lse would carry the rounding of lse
-        logprob = (sums[1] - maximum) - log_sum
-        return TokenLogprob(logprob, log_sum - sums[2] / sums[0], maximum + log_sum)
+        partials = module.token_logprob_forward(logits, target, **self._columns)
+        ranks = 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
+        if ranks == 1:
+            return merge_partials(partials[None], self.temperature)
+        everyone = partials.new_empty(ranks, *partials.shape)
+        dist.all_gather(list(everyone), partials, group=self.tp_group)
+        return merge_partials(everyone, self.temperature)
 
     def backward(
         self,
@@ -108,8 +107,30 @@ class VocabShard:
     ) -> Tensor:
         """dlogits [T, Vp] of this shard, no communication; `out` may be `logits`."""
         module = backends.load("token_logprob", self.backend)
-        _, entropy, lse = result
-        return module.token_logprob_backward(logits, target, lse, entropy, dlogprob, dentropy, **self._columns, out=out)
+        return module.token_logprob_backward(logits, target, result, dlogprob, dentropy, **self._columns, out=out)
+
+
+def merge_partials(partials: Tensor, temperature: float) -> TokenLogprob:
+    """[R, 4, T], one `token_logprob_forward` of each vocabulary shard -> the result over the whole vocabulary.
+
+    With (m_r, s_r, x_r, e_r) of shard r, M = max_r m_r and d_r = (m_r - M) / temperature:  S = sum_r s_r exp(d_r),
+    logprob = (sum_r x_r - M) / temperature - log S,  entropy = log S - sum_r exp(d_r) (e_r + d_r s_r) / S.
+    Every rank merges the same numbers in the same order, so all get the same bits.
+    """
+    local, total, target, moment = partials.unbind(1)  # [R, T] each
+    maximum = local.amax(0)  # [T]
+    shift = ((local - maximum) / temperature).clamp_(min=LOG_ZERO)  # -inf for a shard of padding alone
+    scale = shift.exp()
+    total = total * scale
+    whole = total.sum(0)
+    log_sum = whole.log()
+    return TokenLogprob(
+        logprob=(target.sum(0) - maximum) / temperature - log_sum,
+        entropy=log_sum - (moment * scale + shift * total).sum(0) / whole,
+        lse=maximum / temperature + log_sum,
+        maximum=maximum,
+        log_sum=log_sum,
+    )
 
 
 def token_logprob(
@@ -131,9 +152,9 @@ def token_logprob(
     `vocab_size` None means no padding: Vp words on each rank. All arithmetic is float32, or float64 for float64 logits.
 
     With `tp_group`, every rank of the group calls with the same target and gets the same result. Communication is
-    two small all-reduces in the forward pass and none in the backward pass: each rank receives the gradient of
+    one all-gather of [4, T] in the forward pass and none in the backward pass: each rank receives the gradient of
     its own columns, so a loss that every rank computes must not be summed over the group.
-    logprob and entropy are differentiable in logits, once; lse is not.
+    logprob and entropy are differentiable in logits, once; the rest is not.
 
     Raises ValueError for wrong shapes, dtypes and ranges (targets are checked on CPU tensors only: on a GPU the check
     would cost a synchronisation), RuntimeError for a backend that cannot run.
@@ -159,16 +180,16 @@ def token_logprob(
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, ...]:
         result = shard.forward(logits, target)
         ctx.save_for_backward(logits, target, *result)
         ctx.shard = shard
-        ctx.mark_non_differentiable(result.lse)
+        ctx.mark_non_differentiable(*result[2:])
         ctx.set_materialize_grads(False)
         return tuple(result)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, _: None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor, None, None]:
         logits, target, *result = ctx.saved_tensors
         return ctx.shard.backward(logits, target, TokenLogprob(*result), dlogprob, dentropy), None, None
