@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ if not torch.cuda.is_available():
 def device() -> torch.device:
     """Where Triton kernels run: the GPU, or the CPU in the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN, or the largest integer, until something is written to them."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

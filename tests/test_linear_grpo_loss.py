@@ -55,6 +55,9 @@ def head_case(
     return hidden, weight, target, case
 
 
+both_backends = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
 def linear(hidden: Tensor, weight: Tensor, target: Tensor, case: LossCase, **changes: Any) -> LinearGrpoLoss:
     arguments = {k: v for k, v in case.call().items() if k in ("inputs", "options")}
     settings = {"vocab_size": V, "temperature": TEMPERATURE, "chunk_tokens": 10, **changes}
@@ -101,9 +104,10 @@ def test_equals_the_dense_loss_in_float64(name: str) -> None:
     assert not (result.logprobs.requires_grad or result.entropy.requires_grad or result.stats.requires_grad)
 
 
+@both_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["default", "sequence"])
-def test_no_worse_than_torch(dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_worse_than_torch(backend: str, dtype: torch.dtype, name: str, device: torch.device) -> None:
     hidden, weight, target, case = head_case(OPTIONS[name], dtype)
     # rounding logits to their dtype is common to both sides, so the truth starts from the rounded ones
     (logits,) = with_grad((hidden @ weight.T).double())
@@ -111,18 +115,19 @@ def test_no_worse_than_torch(dtype: torch.dtype, name: str) -> None:
     truth = naive_loss(replace(case.double(), policy_logprobs=logprob, entropy=entropy))
     truth.backward()
     dhidden, dweight = logits.grad @ weight.double(), logits.grad.T @ hidden.double()
-    h, w = with_grad(hidden, weight)
-    result = linear(h, w, target, case)
+    h, w = with_grad(hidden.to(device), weight.to(device))
+    result = linear(h, w, target.to(device), case.to(device), backend=backend)
     result.loss.backward()
     h2, w2 = with_grad(hidden, weight)
     logprob, entropy = token_logprob64(h2 @ w2.T, target, V, TEMPERATURE)
     theirs = naive_loss(replace(case, policy_logprobs=logprob, entropy=entropy))
     theirs.backward()
+    assert 0.05 < summarize_stats(result.stats, result.maxima)["clip_fraction"] < 0.95
     assert h.grad.dtype == w.grad.dtype == dtype
     assert result.loss.dtype == result.logprobs.dtype == torch.float32
-    torch.testing.assert_close(result.loss.double(), truth, rtol=1e-5, atol=1e-5)
-    assert_no_worse_than_torch(h.grad, dhidden, h2.grad)
-    assert_no_worse_than_torch(w.grad, dweight, w2.grad)
+    torch.testing.assert_close(result.loss.cpu().double(), truth, rtol=1e-5, atol=1e-5)
+    assert_no_worse_than_torch(h.grad.cpu(), dhidden, h2.grad)
+    assert_no_worse_than_torch(w.grad.cpu(), dweight, w2.grad)
     assert_not_trivial(dweight, 0.1)
 
 
@@ -253,17 +258,19 @@ def test_backward_scales() -> None:
     torch.testing.assert_close(w2.grad, w.grad * -3)
 
 
+@both_backends
 @pytest.mark.parametrize("name", OPTIONS)
-def test_masked_and_padded_places_do_not_matter(name: str) -> None:
+def test_masked_and_padded_places_do_not_matter(backend: str, name: str, device: torch.device) -> None:
     hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
+    hidden, weight, target, case = hidden.to(device), weight.to(device), target.to(device), case.to(device)
     h, w = with_grad(hidden, weight)
-    want = linear(h, w, target, case)
+    want = linear(h, w, target, case, backend=backend)
     want.loss.backward()
     off = ~case.loss_mask
     hidden[off], weight[V:] = math.nan, math.inf
     case.behavior_logprobs[off], case.reference_logprobs[off] = math.nan, math.inf
     h2, w2 = with_grad(hidden, weight)
-    got = linear(h2, w2, target, case)
+    got = linear(h2, w2, target, case, backend=backend)
     got.loss.backward()
     assert torch.equal(got.loss, want.loss) and torch.equal(got.stats, want.stats)
     torch.testing.assert_close(h2.grad, h.grad, atol=1e-6, rtol=1e-6)
@@ -271,26 +278,43 @@ def test_masked_and_padded_places_do_not_matter(name: str) -> None:
     assert (h2.grad[off] == 0).all() and (w2.grad[V:] == 0).all()
 
 
+@both_backends
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
 @pytest.mark.parametrize("name", ["default", "sequence"])
-def test_no_tokens(lengths: tuple[int, ...], name: str) -> None:
+def test_no_tokens(backend: str, lengths: tuple[int, ...], name: str, device: torch.device) -> None:
     hidden, weight, target, case = head_case(OPTIONS[name], torch.bfloat16, lengths)
-    h, w = with_grad(hidden, weight)
-    result = linear(h, w, target, case)
+    h, w = with_grad(hidden.to(device), weight.to(device))
+    result = linear(h, w, target.to(device), case.to(device), backend=backend)
     assert result.loss == 0 and result.loss.requires_grad and result.logprobs.shape == (0,)
     result.loss.backward()
     assert h.grad.shape == (0, H) and w.grad.shape == (COLUMNS, H) and (w.grad == 0).all()
 
 
+@both_backends
 @pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_trained(name: str) -> None:
+def test_nothing_trained(backend: str, name: str, device: torch.device) -> None:
     hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
     case.loss_mask[:] = False
-    h, w = with_grad(hidden, weight)
-    result = linear(h, w, target, case)
+    h, w = with_grad(hidden.to(device), weight.to(device))
+    result = linear(h, w, target.to(device), case.to(device), backend=backend)
     result.loss.backward()
     assert result.loss == 0 and (h.grad == 0).all() and (w.grad == 0).all()
     assert set(summarize_stats(result.stats, result.maxima).values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", ["default", "sequence"])
+def test_triton_in_chunks_of_rows_that_need_padding(name: str, device: torch.device) -> None:
+    """Rows of 40 columns lie 64 apart: kernels and products must leave the gap alone, whatever it holds."""
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.bfloat16)
+    hidden, weight, target, case = hidden.to(device), weight.to(device), target.to(device), case.to(device)
+    grads = []
+    for chunk_tokens in (3, 64):
+        h, w = with_grad(hidden, weight)
+        linear(h, w, target, case, chunk_tokens=chunk_tokens, backend="triton").loss.backward()
+        grads.append((h.grad, w.grad))
+    for x, y in zip(*grads, strict=True):
+        assert torch.isfinite(x).all()
+        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_linear_token_logprob() -> None:
@@ -365,6 +389,16 @@ def two_ranks(rank: int, store: str, seed: int) -> None:
         dist.all_reduce(h2.grad)
         torch.testing.assert_close(h2.grad, h1.grad)
         torch.testing.assert_close(w2.grad, w1.grad[mine])
+        # the kernels, in float32, against the same
+        h3, w3 = with_grad(hidden.float(), weight[mine].float())
+        floats = {k: v.float() for k, v in case.arguments().items() if k.endswith("_logprobs") or k == "entropy"}
+        kernels = linear(h3, w3, target, replace(case, **floats), **shard, backend="triton")
+        (kernels.loss * 0.7).backward()
+        torch.testing.assert_close(kernels.logprobs.double(), alone.logprobs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(kernels.stats, alone.stats, rtol=1e-4, atol=1e-4)
+        dist.all_reduce(h3.grad)
+        torch.testing.assert_close(h3.grad.double(), h1.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(w3.grad.double(), w1.grad[mine], rtol=1e-4, atol=1e-4)
 
     logits = (hidden @ weight.T).detach()
     g, e = torch.randn(2, len(target), dtype=torch.float64)

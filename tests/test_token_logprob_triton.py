@@ -156,7 +156,7 @@ def interpreted_rows(logits: Tensor, target: Tensor, want: TokenLogprob, rows: l
     """The interpreter would take minutes for all programs."""
     from tests.triton_interpreter import only_programs
 
-    with only_programs(logits.shape[0], rows):
+    with only_programs(*rows):
         return all_rows(logits, target, want)
 
 
