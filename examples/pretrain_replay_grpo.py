@@ -33,6 +33,7 @@ from megatron_replay import arguments
 from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig
 from megatron_replay.engines.embedded import EmbeddedEngine
+from megatron_replay.ops import backend as backends
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import Prompt
 from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
@@ -194,9 +195,9 @@ def build_policy(
         loss=config.loss,
         vocab_size=shape.vocab_size,
         temperature=config.sampling.temperature,
-        chunk_tokens=args.rl_loss_chunk_tokens,
+        logits_memory_bytes=args.rl_logits_memory_mib << 20,
         age_buckets=config.replay.tau_max + 1,
-        backend=None if args.rl_kernel_backend == "auto" else args.rl_kernel_backend,
+        backend=arguments.kernel_backend(args),
     )
     return MegatronPolicy(ddp, optimizer, scheduler, groups, head, bin_tokens=args.micro_batch_size * args.seq_length)
 
@@ -223,6 +224,12 @@ def check(args: argparse.Namespace, shape: ModelShape, tokenizer: Tokenizer, gro
         raise ValueError(
             f"--seq-length must be at most the model's {shape.max_positions} positions, got {args.seq_length}"
         )
+    for op in ("token_logprob", "grpo_loss"):
+        try:
+            backends.resolve(op, arguments.kernel_backend(args), groups.device)
+        except RuntimeError as error:
+            needs = f"--rl-kernel-backend must be one that runs here, got {args.rl_kernel_backend}"
+            raise ValueError(f"{needs} ({error})") from error
     if tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(
             f"--tokenizer-model must fit the model's vocabulary of {shape.vocab_size}, got {tokenizer.vocab_size} ids"

@@ -170,9 +170,17 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--rl-generation-batch-size", type=int, default=256, help="rows that the embedded engine samples at once"
     )
-    model.add_argument("--rl-loss-chunk-tokens", type=int, default=1024, help="tokens whose logits exist at one time")
     model.add_argument(
-        "--rl-kernel-backend", default="auto", choices=("auto", "reference"), help="implementation of the kernels"
+        "--rl-logits-memory-mib",
+        type=int,
+        default=1024,
+        help="most memory on a rank for logits, which exist for one chunk of tokens at a time",
+    )
+    model.add_argument(
+        "--rl-kernel-backend",
+        default="auto",
+        choices=("auto", "reference", "triton"),
+        help="implementation of the loss kernels; auto is triton on a GPU, reference (plain torch) on a CPU",
     )
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
@@ -187,7 +195,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     positive = (
         "save_interval", "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes",
-        "seq_length", "micro_batch_size", "rl_generation_batch_size", "rl_loss_chunk_tokens", "eval_samples",
+        "seq_length", "micro_batch_size", "rl_generation_batch_size", "rl_logits_memory_mib", "eval_samples",
     )  # fmt: skip
     for name in positive:
         if getattr(args, name) < 1:
@@ -228,6 +236,11 @@ def optimizer_options(args: argparse.Namespace) -> OptimizerOptions:
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
     return _build(ModelOptions, args, dtype=torch.bfloat16 if args.bf16 else torch.float32)
+
+
+def kernel_backend(args: argparse.Namespace) -> str | None:
+    """What the ops take as `backend`: None lets them choose by device."""
+    return None if args.rl_kernel_backend == "auto" else args.rl_kernel_backend
 
 
 def _add(group: Any, flag: Flag) -> None:

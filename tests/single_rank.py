@@ -51,7 +51,13 @@ def random_qwen3(folder: Path, *, tied: bool = True, seed: int = 0, **changes: i
 
 
 def policy(
-    folder: Path, loss: GrpoLossOptions | None = None, *, lr: float = 1e-3, bin_tokens: int = 128, **model: object
+    folder: Path,
+    loss: GrpoLossOptions | None = None,
+    *,
+    lr: float = 1e-3,
+    bin_tokens: int = 128,
+    backend: str | None = None,
+    **model: object,
 ) -> MegatronPolicy:
     """A TP1 PP1 policy with the weights of `folder`."""
     shape = ModelShape.from_folder(folder)
@@ -61,6 +67,12 @@ def policy(
         net, OptimizerOptions(lr=lr, total_updates=100, lr_decay_style="linear")
     )
     head = HeadOptions(
-        loss=loss or GrpoLossOptions(), vocab_size=shape.vocab_size, temperature=1.0, chunk_tokens=32, age_buckets=11
+        loss=loss or GrpoLossOptions(),
+        vocab_size=shape.vocab_size,
+        temperature=1.0,
+        # 32 rows of float32: a row of up to 64 columns takes 64
+        logits_memory_bytes=32 * 64 * 4,
+        age_buckets=11,
+        backend=backend,
     )
     return MegatronPolicy(ddp, optimizer, scheduler, groups(), head, bin_tokens=bin_tokens)

@@ -44,8 +44,10 @@ def test_logprobs_equal_transformers(tmp_path: Path, tied: bool) -> None:
     assert not got[~source.loss_mask].any()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_update_has_the_loss_and_gradient_of_a_plain_implementation(folder: Path, recompute: bool) -> None:
+@pytest.mark.parametrize(("recompute", "backend"), [(False, "reference"), (True, "reference"), (False, "triton")])
+def test_update_has_the_loss_and_gradient_of_a_plain_implementation(
+    folder: Path, recompute: bool, backend: str
+) -> None:
     """Loss and gradient norm of the packed, chunked, scheduled path against dense torch on transformers."""
     source = batch(LENGTHS)
     source = source.replace(birth_step=torch.tensor([7, 5, 7, 3, 7, 7, 6]))
@@ -59,7 +61,7 @@ def test_update_has_the_loss_and_gradient_of_a_plain_implementation(folder: Path
     loss.backward()
     norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
 
-    p = policy(folder, bin_tokens=24, recompute_activations=recompute)
+    p = policy(folder, bin_tokens=24, backend=backend, recompute_activations=recompute)
     metrics = p.train(source, step=7)
     assert abs(metrics["loss"] - loss.item()) < 1e-5 and abs(loss.item()) > 0.01
     assert abs(metrics["grad_norm"] / norm.item() - 1) < 1e-4

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
 from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
-from megatron_replay.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprob
+from megatron_replay.ops.linear_grpo_loss import chunk_tokens_within, linear_grpo_loss, linear_token_logprob
 from megatron_replay.trainer.attention import PackedSequences
 from megatron_replay.trainer.model import head_weight
 from megatron_replay.trainer.packing import PackedMicrobatch
@@ -35,7 +35,7 @@ class HeadOptions:
     loss: GrpoLossOptions
     vocab_size: int  # true size, without padding
     temperature: float
-    chunk_tokens: int
+    logits_memory_bytes: int  # of one chunk of logits on a rank
     age_buckets: int
     backend: str | None = None
 
@@ -143,7 +143,7 @@ def _vocabulary(head: HeadOptions, weight: Tensor, groups: ParallelGroups) -> di
         "vocab_size": head.vocab_size,
         "temperature": head.temperature,
         "tp_group": groups.tensor if groups.tensor_size > 1 else None,
-        "chunk_tokens": head.chunk_tokens,
+        "chunk_tokens": chunk_tokens_within(head.logits_memory_bytes, weight),
         "backend": head.backend,
     }
 

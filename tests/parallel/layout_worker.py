@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,6 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# for the layouts whose name ends in triton; decided on when triton is imported
+os.environ["TRITON_INTERPRET"] = "1"
 
 from megatron_replay.trainer import cpu
 
@@ -107,7 +111,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = build_model(shape, options, groups, SEQ_LENGTH)
     load_hf_weights(model, args.model, shape, groups)
     ddp, optimizer, scheduler = wrap_for_training(
-        model, OptimizerOptions(lr=3e-3, total_updates=UPDATES, use_distributed_optimizer=at["distopt"], clip_grad=0.1)
+        model, OptimizerOptions(lr=1e-3, total_updates=UPDATES, use_distributed_optimizer=at["distopt"], clip_grad=0.1)
     )
     config = GrpoConfig(
         train_iters=UPDATES,
@@ -117,7 +121,14 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         loss=GrpoLossOptions(entropy_weight=0.01, kl_beta=0.02),
         sampling=SAMPLING,
     )
-    head = HeadOptions(config.loss, shape.vocab_size, SAMPLING.temperature, chunk_tokens=16, age_buckets=3)
+    head = HeadOptions(
+        config.loss,
+        shape.vocab_size,
+        SAMPLING.temperature,
+        logits_memory_bytes=4096,
+        age_buckets=3,
+        backend="triton" if name.endswith("triton") else "reference",
+    )
     policy = MegatronPolicy(ddp, optimizer, scheduler, groups, head, bin_tokens=SEQ_LENGTH)
     data = groups.data_parallel()
     sampler = ModelSampler(

@@ -14,8 +14,8 @@ from tests.single_rank import random_qwen3
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("layout_worker.py")
 WORLDS = {
-    2: ["tp2", "pp2", "dp2", "tp2-sp", "tp2-distopt", "pp2-distopt", "dp2-distopt"],
-    4: ["tp2-pp2", "tp2-pp2-sp-distopt", "tp2-dp2", "pp2-dp2-distopt", "pp4"],
+    2: ["tp2", "pp2", "dp2", "tp2-sp", "tp2-sp-triton", "tp2-distopt", "pp2-distopt", "dp2-distopt"],
+    4: ["tp2-pp2", "tp2-pp2-triton", "tp2-pp2-sp-distopt", "tp2-dp2", "pp2-dp2-distopt", "pp4"],
 }
 CASES = [(world, name) for world, names in WORLDS.items() for name in names]
 
