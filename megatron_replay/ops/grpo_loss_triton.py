@@ -71,7 +71,7 @@ def _rollout_kernel(
     sequence_x = 0.0
     if SEQUENCE:
         x_sum = tl.zeros((BLOCK,), tl.float64)
-        count = tl.zeros((BLOCK,), tl.float32)
+        count = tl.zeros((BLOCK,), tl.float32)  # exact up to 2^24 tokens of a rollout
         for start in range(begin, end, BLOCK):
             t = start + lane
             trained = tl.load(mask + t, mask=t < trained_end, other=0) != 0
@@ -79,8 +79,7 @@ def _rollout_kernel(
             x -= tl.load(behavior + t, mask=trained, other=0.0).to(tl.float32)
             x_sum += x.to(tl.float64)
             count += tl.where(trained, 1.0, 0.0)
-        trained_tokens = tl.sum(count.to(tl.float64), axis=0)
-        sequence_x = (tl.sum(x_sum, axis=0) / tl.maximum(trained_tokens, 1.0)).to(tl.float32)
+        sequence_x = tl.sum(x_sum, axis=0).to(tl.float32) / tl.maximum(tl.sum(count, axis=0), 1.0)
 
     # one lane adds few tokens, so float32 lanes lose nothing; the lanes are summed in float64
     loss = tl.zeros((BLOCK,), tl.float64)
@@ -123,7 +122,7 @@ def _rollout_kernel(
             pg = -tl.minimum(ratio * a, bounded * a, propagate_nan=tl.PropagateNan.ALL)
             if DUAL_CLIP:
                 dual = (a < 0) & (ratio > dual_clip)
-                pg = tl.where(dual, -dual_clip * a, pg)
+                pg = tl.where(a < 0, tl.minimum(pg, -dual_clip * a, propagate_nan=tl.PropagateNan.ALL), pg)
             # the mean over a rollout's tokens and its derivative cancel, so both ratio levels have this derivative
             dpg = tl.where(clamped | low | high | dual, 0.0, -ratio * a)
         value = pg_weight * pg
