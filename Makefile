@@ -9,6 +9,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+# the newest Triton is in .venv; the oldest one that the kernels support is tested beside it
+OLDEST_TRITON := $(VENV)/triton-3.6.0
 QUICKSTART := @examples/quickstart/flags.txt
 export OMP_NUM_THREADS ?= 1
 
@@ -34,8 +36,13 @@ train: install  ## train the quickstart into runs/quickstart
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		examples/pretrain_replay_grpo.py $(QUICKSTART) $(ARGS)
 
-test: install  ## all tests
+test: install $(OLDEST_TRITON)/.installed  ## all tests
 	$(PY) -m pytest
+
+$(OLDEST_TRITON)/.installed: $(STAMP)
+	# its interpreter needs an older numpy; where there is no wheel the tests that need it say so and are skipped
+	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 numpy==2.3.5 \
+		&& touch $@ || echo 'triton 3.6.0 does not install here: it is left out of the tests'
 
 test-fast: install  ## tests that start no other process and train nothing
 	$(PY) -m pytest -m "not slow"

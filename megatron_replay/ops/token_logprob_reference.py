@@ -5,6 +5,7 @@ Dims: T tokens, V vocabulary (true, unpadded), Vp its shard on this rank, v the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # exp of it is 0 in float32 and float64 alike; unlike -inf it can be multiplied by 0
 LOG_ZERO = -1e4
+CACHE_BYTES = 4 << 20
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -36,20 +38,23 @@ def token_logprob_forward(
     m;  sum_j exp(d_j);  logits_target, or 0 in another shard;  sum_j exp(d_j) d_j.
     A shard of padding alone has maximum -inf and sums 0. Rows are float32, or float64 for float64 logits.
     """
-    x = logits[:, : valid_columns(logits, vocab_start, vocab_size)].to(compute_dtype(logits))  # [T, v]
-    partials = x.new_zeros(4, x.shape[0])
-    if x.shape[1] == 0:
+    partials = logits.new_zeros(4, logits.shape[0], dtype=compute_dtype(logits))
+    words = logits[:, : valid_columns(logits, vocab_start, vocab_size)]
+    if words.shape[1] == 0:
         partials[0] = -torch.inf
         return partials
-    maximum = torch.amax(x, 1, out=partials[0])
-    column, inside = _local(target, vocab_start, x.shape[1])
-    partials[2] = torch.where(inside, x.gather(1, column[:, None])[:, 0], 0)
-    # a row of -inf keeps its sums at 0 instead of becoming -inf - -inf
-    centre = torch.where(maximum == -torch.inf, 0, maximum)
-    d = (x - centre[:, None]).div_(temperature).clamp_(min=LOG_ZERO)
-    exp = d.exp()
-    partials[1] = exp.sum(1)
-    partials[3] = exp.mul_(d).sum(1)
+    column, inside = _local(target, vocab_start, words.shape[1])
+    for at in _blocks(words):
+        x = words[at].to(partials.dtype)  # [t, v]
+        maximum = x.amax(1)
+        # a row of -inf keeps its sums at 0 instead of becoming -inf - -inf
+        centre = torch.where(maximum == -torch.inf, 0, maximum)
+        d = (x - centre[:, None]).div_(temperature).clamp_(min=LOG_ZERO)
+        exp = d.exp()
+        partials[0, at] = maximum
+        partials[1, at] = exp.sum(1)
+        partials[2, at] = torch.where(inside[at], x.gather(1, column[at, None])[:, 0], 0)
+        partials[3, at] = exp.mul_(d).sum(1)
     return partials
 
 
@@ -78,20 +83,31 @@ def token_logprob_backward(
         return out
     dtype = compute_dtype(logits)
     dlogprob = torch.zeros_like(result.log_sum) if dlogprob is None else dlogprob.to(dtype) / temperature  # [T]
-    log_p = (logits[:, :valid].to(dtype) - result.maximum[:, None]).div_(temperature)  # [T, v]
-    log_p = log_p.sub_(result.log_sum[:, None]).clamp_(min=LOG_ZERO)
-    grad = log_p.exp()
     inactive = dlogprob == 0
-    if dentropy is None:
-        grad.mul_(-dlogprob[:, None])
-    else:
+    if dentropy is not None:
         dentropy = dentropy.to(dtype) / temperature
         inactive &= dentropy == 0
-        grad.mul_(log_p.add_(result.entropy[:, None]).mul_(-dentropy[:, None]).sub_(dlogprob[:, None]))
     column, inside = _local(target, vocab_start, valid)
-    grad.scatter_add_(1, column[:, None], torch.where(inside, dlogprob, 0)[:, None])
-    out[:, :valid] = grad.masked_fill_(inactive[:, None], 0)
+    at_target = torch.where(inside, dlogprob, 0)
+    for at in _blocks(logits):
+        x = logits[at, :valid].to(dtype)
+        log_p = (x - result.maximum[at, None]).div_(temperature).sub_(result.log_sum[at, None])  # [t, v]
+        if dentropy is None:
+            grad = log_p.exp_().mul_(-dlogprob[at, None])
+        else:
+            grad = log_p.clamp_(min=LOG_ZERO).exp()
+            grad.mul_(log_p.add_(result.entropy[at, None]).mul_(-dentropy[at, None]).sub_(dlogprob[at, None]))
+        grad.scatter_add_(1, column[at, None], at_target[at, None])
+        out[at, :valid] = grad.masked_fill_(inactive[at, None], 0)
     return out
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Slices of rows: on a CPU so few that the temporaries of a block stay in its cache, else all at once."""
+    total = logits.shape[0]
+    rows = max(1, CACHE_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, total)
+    for start in range(0, total, rows):
+        yield slice(start, min(start + rows, total))
 
 
 def _local(target: Tensor, vocab_start: int, valid: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""What tools/benchmark_loss.py is made of."""

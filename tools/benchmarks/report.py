@@ -1,0 +1,107 @@
+"""Report: everything one run has found; written to JSON as each row is finished, so that a cut run keeps its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .row import Row
+
+MIB = 2**20
+TITLES = ("implementation", "T", "V", "H", "dtype", "tp", "ms", "peak MiB", "GB/s", "of copy", "of GEMMs", "equal")
+
+
+@dataclass
+class Report:
+    device: str
+    header: dict[str, Any]  # versions, settings, commit
+    path: Path | None = None
+    rows: list[Row] = field(default_factory=list)
+    floors: list[dict[str, Any]] = field(default_factory=list)  # what no implementation can be faster than
+    skipped: list[dict[str, str]] = field(default_factory=list)  # what is not installed here
+    tuning: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.complete and all(r.passed for r in self.rows)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.say(str(row))
+        self.write()
+
+    def finish(self) -> None:
+        self.complete = True
+        self.write()
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "complete": self.complete,
+            **self.header,
+            "rows": [asdict(r) for r in self.rows],
+            "floors": self.floors,
+            "skipped": self.skipped,
+            "tuning": self.tuning,
+        }
+
+    def write(self) -> None:
+        """Replace the file in one step: a reader never sees half of it."""
+        if self.path is None:
+            return
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(self.data(), indent=1) + "\n")
+        beside.replace(self.path)
+
+    def table(self) -> str:
+        """Aligned columns; where a row has no time, what is wrong with it."""
+        titles = (
+            "implementation",
+            "T",
+            "V",
+            "H",
+            "dtype",
+            "tp",
+            "ms",
+            "peak MiB",
+            "GB/s",
+            "of copy",
+            "of GEMMs",
+            "equal",
+        )
+        lines = [titles] + [_cells(r) for r in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = []
+        for cells, row in zip(lines, [None, *self.rows], strict=True):
+            padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+            text.append("  ".join(padded) + ("" if row is None or row.error is None else f"  {row.error}"))
+        text += [f"floor: {f['name']}, T={f['T']} tp={f['tp']}: {f['ms']:.3f} ms" for f in self.floors]
+        return "\n".join(text)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(x: float | None, digits: int) -> str:
+        return "-" if x is None else f"{x:.{digits}f}"
+
+    peak = None if row.peak_bytes is None else row.peak_bytes / MIB
+    return (
+        row.implementation,
+        str(row.T),
+        str(row.V),
+        "-" if row.H is None else str(row.H),
+        row.dtype,
+        str(row.tp),
+        number(row.ms, 3),
+        number(peak, 1),
+        number(row.gb_per_s, 0),
+        number(row.fraction_of_copy, 3),
+        number(row.fraction_of_gemms, 3),
+        {True: "yes", False: "NO", None: "-"}[row.equal_to_reference],
+    )
