@@ -3,12 +3,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_replay.ops import grpo_loss_reference as reference
+from megatron_replay.ops import grpo_loss_triton as kernels
 from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss, grpo_loss_terms, rollout_loss_weights
 from megatron_replay.ops.grpo_stats import STATS, summarize_stats
 from tests.numerics import LossCase, assert_no_worse_than_torch, assert_not_trivial, naive_loss, random_case, torch_loss
@@ -249,12 +251,14 @@ def test_tokens_past_the_last_rollout_are_padding(evaluate: Evaluate) -> None:
     assert got[3] == want[3]
 
 
-def test_a_mask_past_the_last_rollout_trains_nothing() -> None:
+@pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "triton"])
+def test_a_mask_past_the_last_rollout_trains_nothing(module: Any, device: torch.device) -> None:
     """Only the CPU refuses such a mask; a GPU would have to synchronise to see it."""
     case = random_case(GrpoLossOptions(), (4,))
     case.loss_mask[:] = True
     case.cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
-    terms = reference.grpo_loss_terms(**case.call())
+    case.policy_logprobs[3] = math.nan
+    terms = module.grpo_loss_terms(**case.to(device).call())
     assert terms.dlogprob[3] == 0 and terms.stats[:, STATS.index("tokens")].sum() == 3
 
 

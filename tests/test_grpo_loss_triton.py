@@ -45,7 +45,7 @@ def assert_terms_close(got: GrpoLossTerms, want: GrpoLossTerms, rtol: float = 2e
 @pytest.mark.usefixtures("poisoned_memory")
 def test_every_column_against_float64(name: str, config: LaunchConfig, device: torch.device) -> None:
     case = random_case(OPTIONS[name], LENGTHS)
-    case.age = torch.tensor([9, 0, 1, 2, 5, -3, 1, 0, 2, 7, 1])
+    case.age = torch.tensor([9, 0, 1, -3, 5, 2, 1, 0, 2, 7, 1])
     with overridden("grpo_loss", config):
         got = run(kernels, case, device)
     want = run(reference, case.double(), torch.device("cpu"))
@@ -124,8 +124,8 @@ def test_kl_near_and_far_from_zero(log_ratio: float, estimator: str, device: tor
         k3 = u * u / 2 * (1 + u / 3)
     value = {"k1": -u, "k2": u * u / 2, "k3": k3}[estimator]
     slope = {"k1": 1.0, "k2": -u, "k3": -exp_minus_1}[estimator]
-    assert float(got.loss) == pytest.approx(value, rel=2e-6, abs=1e-30)
-    assert float(got.dlogprob[0]) == pytest.approx(slope, rel=2e-6, abs=1e-30)
+    assert float(got.loss) == pytest.approx(value, rel=1e-6, abs=1e-30)
+    assert float(got.dlogprob[0]) == pytest.approx(slope, rel=1e-6, abs=1e-30)
 
 
 def test_low_precision_inputs(device: torch.device) -> None:

@@ -159,8 +159,9 @@ def test_the_weight_gradient_is_summed_in_float32() -> None:
     assert error < 0.01
 
 
-def test_no_part_of_the_weight_gradient_is_rounded_to_bfloat16() -> None:
-    a, b, total = torch.randn(33, 50).bfloat16(), torch.randn(50, 17).bfloat16(), torch.randn(33, 17)
+def test_no_part_of_the_weight_gradient_is_rounded_to_bfloat16(device: torch.device) -> None:
+    a, b, total = (torch.randn(s, device=device) for s in ((33, 50), (50, 17), (33, 17)))
+    a, b = a.bfloat16(), b.bfloat16()
     truth = total.double() + a.double() @ b.double()
     _add_product(total, a, b)
     torch.testing.assert_close(total.double(), truth, rtol=1e-6, atol=1e-5)
@@ -306,6 +307,7 @@ def test_nothing_trained(backend: str, name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "sequence"])
+@pytest.mark.usefixtures("poisoned_memory")
 def test_triton_in_chunks_of_rows_that_need_padding(name: str, device: torch.device) -> None:
     """Rows of 40 columns lie 64 apart: kernels and products must leave the gap alone, whatever it holds."""
     hidden, weight, target, case = head_case(OPTIONS[name], torch.bfloat16)

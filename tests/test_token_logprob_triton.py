@@ -47,7 +47,7 @@ def over_shards(shards: list[Tensor], target: Tensor, vocab_size: int, g: Tensor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(("columns", "vocab_size", "stride"), [(300, 299, 300), (141, 97, 192), (64, 30, 72)])
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks", "poisoned_memory")
 def test_shards_against_float64(
     dtype: torch.dtype, tp: int, columns: int, vocab_size: int, stride: int, device: torch.device
 ) -> None:
@@ -95,6 +95,7 @@ def test_qwen3_vocabulary(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(1, 1), LaunchConfig(4, 1), LaunchConfig(1, 8), LaunchConfig(8, 2)])
+@pytest.mark.usefixtures("poisoned_memory")
 def test_blocks_do_not_matter(config: LaunchConfig, device: torch.device) -> None:
     logits, target = torch.randn(3, 2100, device=device) * 3, torch.tensor([0, 2099, 1000], device=device)
     settings = {"vocab_start": 0, "vocab_size": 2100, "temperature": 1.3}
@@ -161,7 +162,7 @@ def interpreted_rows(logits: Tensor, target: Tensor, want: TokenLogprob, rows: l
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks", "poisoned_memory")
 def test_a_broken_word_is_not_hidden(garbage: float, device: torch.device) -> None:
     """A NaN or +inf logit makes its own row NaN, and no other; -inf excludes a word."""
     logits, target = torch.randn(3, 400, device=device), torch.tensor([1, 2, 3], device=device)
@@ -175,7 +176,7 @@ def test_a_broken_word_is_not_hidden(garbage: float, device: torch.device) -> No
     assert torch.isnan(grad[1]).all() and torch.isfinite(grad[[0, 2]]).all()
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks", "poisoned_memory")
 def test_extreme_logits(device: torch.device) -> None:
     """Blocks that are excluded whole, and words 200 above and below the others."""
     logits = torch.randn(4, 500)
