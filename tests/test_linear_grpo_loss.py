@@ -2,82 +2,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_replay.ops import linear_grpo_loss as linear_module
 from megatron_replay.ops.grpo_loss import GrpoLossOptions, grpo_loss
-from megatron_replay.ops.grpo_loss_inputs import GrpoLossInputs
 from megatron_replay.ops.grpo_stats import summarize_stats
 from megatron_replay.ops.linear_grpo_loss import (
-    LinearGrpoLoss,
     _add_product,
-    _shard,
     chunk_tokens_within,
-    linear_grpo_loss,
     linear_token_logprob,
 )
 from megatron_replay.ops.token_logprob import token_logprob
+from tests.heads import (
+    COLUMNS,
+    OPTIONS,
+    TEMPERATURE,
+    H,
+    Recorder,
+    V,
+    dense_truth,
+    head_case,
+    linear,
+    with_grad,
+)
 from tests.numerics import (
-    LossCase,
     assert_no_worse_than_torch,
     assert_not_trivial,
     naive_loss,
-    random_case,
     token_logprob64,
 )
 
-OPTIONS = {
-    "default": GrpoLossOptions(),
-    "sequence": GrpoLossOptions(ratio_level="sequence", clip_eps_low=0.1, clip_eps_high=0.1, entropy_weight=0.1),
-    "cispo": GrpoLossOptions(objective="cispo"),
-    "everything": GrpoLossOptions(dual_clip=1.4, kl_beta=0.1, entropy_weight=0.2),
-}
-V, COLUMNS, H, TEMPERATURE = 37, 40, 12, 0.8
-
-
-def head_case(
-    options: GrpoLossOptions, dtype: torch.dtype = torch.float64, lengths: tuple[int, ...] = (9, 0, 1, 17, 24, 6)
-):
-    """hidden [T, H], weight [COLUMNS, H], target [T] and a loss case whose behavior log-probs are near the policy's."""
-    case = random_case(options, lengths)
-    t = sum(lengths)
-    hidden, weight = torch.randn(t, H).to(dtype), (torch.randn(COLUMNS, H) * 0.6).to(dtype)
-    target = torch.randint(0, V, (t,))
-    policy, _ = token_logprob64(hidden.double() @ weight.double().T, target, V, TEMPERATURE)
-    case.policy_logprobs = policy.to(dtype)
-    case.behavior_logprobs = (policy + 0.4 * torch.randn(t)).to(torch.promote_types(dtype, torch.float32))
-    case.reference_logprobs = (policy + 0.3 * torch.randn(t)).to(case.behavior_logprobs.dtype)
-    return hidden, weight, target, case
-
-
 both_backends = pytest.mark.parametrize("backend", ["reference", "triton"])
-
-
-def linear(hidden: Tensor, weight: Tensor, target: Tensor, case: LossCase, **changes: Any) -> LinearGrpoLoss:
-    arguments = {k: v for k, v in case.call().items() if k in ("inputs", "options")}
-    settings = {"vocab_size": V, "temperature": TEMPERATURE, "chunk_tokens": 10, **changes}
-    return linear_grpo_loss(hidden, weight, target, **arguments, **settings)
-
-
-def with_grad(*tensors: Tensor) -> list[Tensor]:
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
-def dense_truth(hidden: Tensor, weight: Tensor, target: Tensor, case: LossCase) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, dhidden, dweight by autograd in float64, with loops."""
-    h, w = with_grad(hidden.double(), weight.double())
-    logprob, entropy = token_logprob64(h @ w.T, target, V, TEMPERATURE)
-    loss = naive_loss(replace(case.double(), policy_logprobs=logprob, entropy=entropy))
-    loss.backward()
-    return loss.detach(), h.grad, w.grad
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -185,24 +141,6 @@ def test_chunk_tokens_within(columns: int, dtype: torch.dtype, memory: int, toke
         chunk_tokens_within(0, weight)
 
 
-class Recorder(TorchDispatchMode):
-    """The largest tensor that any operator returned, and the shapes of all matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.products: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            self.products.append(tuple(out.shape))
-        return out
-
-
 @pytest.mark.parametrize("name", ["default", "sequence"])
 def test_the_logits_are_never_whole(name: str) -> None:
     lengths = (100, 60, 0, 96)
@@ -306,73 +244,6 @@ def test_nothing_trained(backend: str, name: str, device: torch.device) -> None:
     assert set(summarize_stats(result.stats, result.maxima).values()) == {0.0}
 
 
-@pytest.mark.parametrize("name", ["default", "sequence"])
-@pytest.mark.usefixtures("poisoned_memory")
-def test_triton_in_chunks_of_rows_that_need_padding(name: str, device: torch.device) -> None:
-    """Rows of 40 columns lie 64 apart: kernels and products must leave the gap alone, whatever it holds."""
-    hidden, weight, target, case = head_case(OPTIONS[name], torch.bfloat16)
-    hidden, weight, target, case = hidden.to(device), weight.to(device), target.to(device), case.to(device)
-    grads = []
-    for chunk_tokens in (3, 64):
-        h, w = with_grad(hidden, weight)
-        linear(h, w, target, case, chunk_tokens=chunk_tokens, backend="triton").loss.backward()
-        grads.append((h.grad, w.grad))
-    for x, y in zip(*grads, strict=True):
-        assert torch.isfinite(x).all()
-        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2)
-
-
-class NoScalar(TorchDispatchMode):
-    """An operator that hands a value to Python, for which a GPU would have to be waited for, is an error."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), func
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """But for the checks of values, which are made on CPU tensors alone."""
-    hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
-    hidden, weight, target, case = hidden.to(device), weight.to(device), target.to(device), case.to(device)
-    h, w = with_grad(hidden, weight)
-    shard = _shard(h, w, target, 0, V, TEMPERATURE, None, 10, "triton")
-    monkeypatch.setattr(linear_module, "_shard", lambda *_: shard)
-    monkeypatch.setattr(GrpoLossInputs, "check", lambda *_: None)
-    with NoScalar():
-        linear(h, w, target, case, backend="triton").loss.backward()
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoScalar():
-        float(h.sum())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["default", "sequence"])
-def test_memory_and_synchronisation_on_a_gpu(name: str) -> None:
-    """Chunks of 64 tokens: memory beyond the gradients is that of a chunk, and the host never waits."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    lengths, columns, h_size = (1000, 0, 1048), 32064, 64
-    case = random_case(OPTIONS[name], lengths).to(torch.device("cuda"))
-    t = sum(lengths)
-    h = torch.randn(t, h_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    w = torch.randn(columns, h_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    target = torch.randint(0, columns, (t,), device="cuda")
-
-    def step() -> None:
-        linear(h, w, target, case, vocab_size=columns, chunk_tokens=64).loss.backward()
-
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    gradients = 2 * columns * h_size * 4 + 4 * t * h_size * 2
-    assert torch.cuda.max_memory_allocated() - before - gradients < t * columns * 2 / 8
-
-
 def test_linear_token_logprob() -> None:
     hidden, weight, target, _ = head_case(OPTIONS["default"], torch.float32)
     weight.requires_grad_()
@@ -420,64 +291,3 @@ def test_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, target, case = head_case(OPTIONS["default"])
     with pytest.raises(RuntimeError, match=r"^backend triton cannot run token_logprob on cpu"):
         linear(hidden, weight, target, case, backend="triton")
-
-
-def two_ranks(rank: int, store: str, seed: int) -> None:
-    """Shards of 20 columns of V = 37 words: the second shard ends in 3 columns of padding that hold NaN."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    group, start = dist.group.WORLD, rank * COLUMNS // 2
-    mine = slice(start, start + COLUMNS // 2)
-    shard = {"vocab_start": start, "vocab_size": V, "temperature": TEMPERATURE, "tp_group": group}
-    for name, options in OPTIONS.items():
-        hidden, weight, target, case = head_case(options)
-        h1, w1 = with_grad(hidden, weight)
-        alone = linear(h1, w1, target, case)
-        (alone.loss * 0.7).backward()
-        weight[V:] = math.nan
-        h2, w2 = with_grad(hidden, weight[mine])
-        together = linear(h2, w2, target, case, **shard)
-        (together.loss * 0.7).backward()
-        assert_not_trivial(h1.grad, 0.05)
-        for x, y in zip(together, alone, strict=True):
-            torch.testing.assert_close(x, y, msg=lambda m, name=name: f"{name}: {m}")
-        dist.all_reduce(h2.grad)
-        torch.testing.assert_close(h2.grad, h1.grad)
-        torch.testing.assert_close(w2.grad, w1.grad[mine])
-        # the kernels, in float32, against the same
-        h3, w3 = with_grad(hidden.float(), weight[mine].float())
-        floats = {k: v.float() for k, v in case.arguments().items() if k.endswith("_logprobs") or k == "entropy"}
-        kernels = linear(h3, w3, target, replace(case, **floats), **shard, backend="triton")
-        (kernels.loss * 0.7).backward()
-        torch.testing.assert_close(kernels.logprobs.double(), alone.logprobs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(kernels.stats, alone.stats, rtol=1e-4, atol=1e-4)
-        dist.all_reduce(h3.grad)
-        torch.testing.assert_close(h3.grad.double(), h1.grad, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(w3.grad.double(), w1.grad[mine], rtol=1e-4, atol=1e-4)
-
-    logits = (hidden @ weight.T).detach()
-    g, e = torch.randn(2, len(target), dtype=torch.float64)
-    whole, part = with_grad(logits, logits[:, mine])
-    want = token_logprob(whole, target, vocab_size=V, temperature=TEMPERATURE)
-    got = token_logprob(part, target, **shard)
-    chunked = linear_token_logprob(hidden, weight[mine], target, **shard, chunk_tokens=9)
-    for x, y, z in zip(got, want, chunked, strict=True):
-        torch.testing.assert_close(x, y)
-        torch.testing.assert_close(z, y)
-    for result in (want, got):
-        (result.logprob * g + result.entropy * e).sum().backward()
-    assert_not_trivial(whole.grad, 0.1)
-    torch.testing.assert_close(part.grad, whole.grad[:, mine])
-
-    # a vocabulary of 15 words lies in the first shard alone
-    few = torch.randint(0, 15, (len(target),))
-    narrow = token_logprob(logits[:, mine], few, **{**shard, "vocab_size": 15})
-    want = token_logprob(logits[:, :15], few, temperature=TEMPERATURE)
-    for x, y in zip(narrow, want, strict=True):
-        torch.testing.assert_close(x, y)
-    dist.destroy_process_group()
-
-
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    mp.spawn(two_ranks, args=(str(tmp_path / "store"), 7), nprocs=2)
