@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -73,5 +74,6 @@ def two_ranks(rank: int, store: str, seed: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     mp.spawn(two_ranks, args=(str(tmp_path / "store"), 7), nprocs=2)
