@@ -30,8 +30,14 @@ def run(module: object, case: LossCase, device: torch.device, statistics: bool =
     return module.grpo_loss_terms(call["policy_logprobs"], call["inputs"], case.options, call["entropy"], statistics)
 
 
+def precision(device: torch.device) -> float:
+    """How many times looser than numpy a device's exp is: a GPU's exp2 is approximate, as is its argument x log2(e)."""
+    return 1.0 if device.type == "cpu" else 5.0
+
+
 def assert_terms_close(got: GrpoLossTerms, want: GrpoLossTerms, rtol: float = 2e-6, atol: float = 2e-6) -> None:
     """`want` in float64."""
+    rtol *= precision(got.dlogprob.device)
     for name, x, y in zip(GrpoLossTerms._fields, got, want, strict=True):
         assert (x is None) == (y is None), name
         if x is not None:
@@ -124,8 +130,9 @@ def test_kl_near_and_far_from_zero(log_ratio: float, estimator: str, device: tor
         k3 = u * u / 2 * (1 + u / 3)
     value = {"k1": -u, "k2": u * u / 2, "k3": k3}[estimator]
     slope = {"k1": 1.0, "k2": -u, "k3": -exp_minus_1}[estimator]
-    assert float(got.loss) == pytest.approx(value, rel=1e-6, abs=1e-30)
-    assert float(got.dlogprob[0]) == pytest.approx(slope, rel=1e-6, abs=1e-30)
+    rel = 1e-6 * precision(device)
+    assert float(got.loss) == pytest.approx(value, rel=rel, abs=1e-30)
+    assert float(got.dlogprob[0]) == pytest.approx(slope, rel=rel, abs=1e-30)
 
 
 def test_low_precision_inputs(device: torch.device) -> None:
