@@ -12,12 +12,6 @@ OP = "token_logprob"
 
 
 @pytest.fixture
-def with_triton_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {**backends.IMPLEMENTATIONS[OP], "triton": "megatron_replay.ops.token_logprob_triton"}
-    monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, rows)
-
-
-@pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names that importlib finds; everything else is absent."""
     names: set[str] = set()
@@ -57,14 +51,12 @@ def test_explicit_request_that_is_not_registered(backend: str, monkeypatch: pyte
         backends.resolve(OP, backend, "cuda")
 
 
-@pytest.mark.usefixtures("with_triton_row")
 def test_explicit_request_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=rf"^backend triton cannot run {OP} on cpu: it needs a CUDA device"):
         backends.resolve(OP, "triton", "cpu")
 
 
-@pytest.mark.usefixtures("with_triton_row")
 def test_interpreter_runs_on_request_only(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
     installed.add("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -72,7 +64,6 @@ def test_interpreter_runs_on_request_only(monkeypatch: pytest.MonkeyPatch, insta
     assert backends.resolve(OP, None, "cpu") == "reference"
 
 
-@pytest.mark.usefixtures("with_triton_row")
 def test_fastest_that_can_run(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert backends.resolve(OP, None, "cuda") == "reference"

@@ -52,6 +52,19 @@ class Implementation:
     needs: str | None = None  # a module that may be missing
 
 
+def vocab_shard(problem: Problem, backend: str) -> VocabShard:
+    """The columns of a problem as a vocabulary of their own."""
+    return VocabShard.of(
+        problem.size.columns,
+        problem.target,
+        vocab_start=0,
+        vocab_size=None,
+        temperature=1.0,
+        tp_group=None,
+        backend=backend,
+    )
+
+
 def _ours_on_logits(backend: str) -> Callable[[Problem, Settings], Run]:
     """token_logprob and grpo_loss as linear_grpo_loss joins them: dlogits stand where the logits stood."""
 
@@ -59,15 +72,7 @@ def _ours_on_logits(backend: str) -> Callable[[Problem, Settings], Run]:
         (logits,) = problem.operands
         target, inputs = problem.target, problem.inputs
         buffer = torch.empty_like(logits)
-        shard = VocabShard.of(
-            problem.size.columns,
-            target,
-            vocab_start=0,
-            vocab_size=None,
-            temperature=1.0,
-            tp_group=None,
-            backend=backend,
-        )
+        shard = vocab_shard(problem, backend)
 
         def call() -> tuple[Tensor, tuple[Tensor]]:
             result = shard.forward(buffer, target)

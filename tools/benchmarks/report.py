@@ -62,21 +62,7 @@ class Report:
 
     def table(self) -> str:
         """Aligned columns; where a row has no time, what is wrong with it."""
-        titles = (
-            "implementation",
-            "T",
-            "V",
-            "H",
-            "dtype",
-            "tp",
-            "ms",
-            "peak MiB",
-            "GB/s",
-            "of copy",
-            "of GEMMs",
-            "equal",
-        )
-        lines = [titles] + [_cells(r) for r in self.rows]
+        lines = [TITLES] + [_cells(r) for r in self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = []
         for cells, row in zip(lines, [None, *self.rows], strict=True):

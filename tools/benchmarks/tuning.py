@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops.launch import LaunchConfig, launch_config, overridden
-from megatron_replay.ops.token_logprob import TokenLogprob, VocabShard
+from megatron_replay.ops.token_logprob import TokenLogprob
 
+from .implementations import vocab_shard
 from .measure_cuda import Clock
 from .problem import Problem, Size, make_problem
 from .report import Report
@@ -20,6 +21,7 @@ from .report import Report
 PER_THREAD = (1, 2, 4, 8)
 NUM_WARPS = (4, 8, 16)
 KERNELS = ("token_logprob_forward", "token_logprob_backward")
+Subject = tuple[Callable[[], Any], Callable[[Any], bool], float]
 
 
 def tune(sizes: Sequence[Size], clock: Clock, report: Report) -> None:
@@ -27,18 +29,20 @@ def tune(sizes: Sequence[Size], clock: Clock, report: Report) -> None:
     for size in sizes:
         problem = make_problem("logits", replace(size, H=None), torch.device("cuda"))
         for kernel in KERNELS:
-            found = [_measure(kernel, problem, LaunchConfig(p, w), clock) for p in PER_THREAD for w in NUM_WARPS]
+            subject = _subject(kernel, problem)
+            configs = [LaunchConfig(p, w) for p in PER_THREAD for w in NUM_WARPS]
+            found = [_measure(kernel, problem, subject, config, clock) for config in configs]
             report.tuning += found
             report.write()
             timed = [f for f in found if f["ms"] is not None]
             best = min(timed, key=lambda f: f["ms"], default=None)
             now = next((f for f in timed if f["in_table"]), None)
             report.say(f"tuning {kernel}, {problem.size.label}: best {_words(best)}; the table's {_words(now)}")
-        del problem
+        del problem, subject
         torch.cuda.empty_cache()
 
 
-def _measure(kernel: str, problem: Problem, config: LaunchConfig, clock: Clock) -> dict[str, Any]:
+def _measure(kernel: str, problem: Problem, subject: Subject, config: LaunchConfig, clock: Clock) -> dict[str, Any]:
     (logits,) = problem.operands
     size = problem.size
     found: dict[str, Any] = {
@@ -53,7 +57,7 @@ def _measure(kernel: str, problem: Problem, config: LaunchConfig, clock: Clock) 
         "gb_per_s": None,
         "error": None,
     }
-    call, right, passes = _kernel(kernel, problem)
+    call, right, passes = subject
     with overridden(kernel, config):
         # a configuration may need more registers or shared memory than there are
         try:
@@ -68,14 +72,14 @@ def _measure(kernel: str, problem: Problem, config: LaunchConfig, clock: Clock) 
     return found
 
 
-def _kernel(kernel: str, problem: Problem) -> tuple[Callable[[], Any], Callable[[Any], bool], float]:
+def _subject(kernel: str, problem: Problem) -> Subject:
     """The call, whether its result is that of the reference, and how often it reads or writes all logits.
 
     The forward call ends with the merge of the shards' partials, a few small kernels.
     """
     (logits,) = problem.operands
     target = problem.target
-    shard, reference = _shard(problem, "triton"), _shard(problem, "reference")
+    shard, reference = vocab_shard(problem, "triton"), vocab_shard(problem, "reference")
     parts = [reference.forward(logits[at], target[at]) for at in problem.chunks()]
     truth = TokenLogprob(*map(torch.cat, zip(*parts, strict=True)))
     if kernel == "token_logprob_forward":
@@ -98,18 +102,6 @@ def _kernel(kernel: str, problem: Problem) -> tuple[Callable[[], Any], Callable[
         )
 
     return lambda: shard.backward(logits, target, truth, dlogprob, None, out=out), right, 2.0
-
-
-def _shard(problem: Problem, backend: str) -> VocabShard:
-    return VocabShard.of(
-        problem.size.columns,
-        problem.target,
-        vocab_start=0,
-        vocab_size=None,
-        temperature=1.0,
-        tp_group=None,
-        backend=backend,
-    )
 
 
 def _near(got: Tensor, truth: Tensor) -> bool:
