@@ -57,21 +57,31 @@ def cudart_folder(nvcc: str) -> Path:
     raise SystemExit(f"no libcudart_static.a under {top}, beside {nvcc}")
 
 
-def compile_cuda(nvcc: str, folder: Path) -> str:
-    """Compile csrc/priority_draw.cu for each architecture, and as PTX for later ones; returns the object's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "priority_draw.o"
-    archs = architectures()
+def cuda_command(nvcc: str, archs: list[str]) -> list[str]:
+    """The compiler with its flags, for each architecture, and as PTX for later ones; takes -c SOURCE -o OBJECT."""
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     newest = archs[-1].rstrip("af")  # PTX with a suffix would run on that architecture alone
     codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-    flags = ["-O3", "-std=c++17", "-lineinfo", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    # no fused multiply-add: keys have the same bits on every device (csrc/portable_log.h)
+    flags = ["-O3", "-std=c++17", "-fmad=false", "-lineinfo", "-cudart", "static"]
     define = f'-DMR_CUDA_ARCHS="{";".join(archs)}"'
-    command = [nvcc, *flags, *codes, define, "-Icsrc", "-c", "csrc/priority_draw.cu", "-o", str(target)]
-    if (status := subprocess.run(command, check=False, cwd=ROOT).returncode) != 0:
+    return [nvcc, *flags, "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes, define, "-Icsrc"]
+
+
+def compile_cuda(nvcc: str, folder: Path) -> list[str]:
+    """Compile csrc/*.cu, side by side; returns the objects' paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = cuda_command(nvcc, architectures())
+    started = []
+    for source in sorted(ROOT.glob("csrc/*.cu")):
+        target = folder / f"{source.stem}.o"
+        whole = [*command, "-c", str(source.relative_to(ROOT)), "-o", str(target)]
+        started.append((target, whole, subprocess.Popen(whole, cwd=ROOT)))
+    failed = [(whole, status) for _, whole, process in started if (status := process.wait()) != 0]
+    for whole, status in failed:
         switches = "MEGATRON_REPLAY_CUDA_ARCHS names other architectures, MEGATRON_REPLAY_CUDA=0 builds without"
-        raise SystemExit(f"nvcc ended with {status}: {shlex.join(command)}\n{switches}")
-    return str(target)
+        raise SystemExit(f"nvcc ended with {status}: {shlex.join(whole)}\n{switches}")
+    return [str(target) for target, *_ in started]
 
 
 class BuildExtension(build_ext):
@@ -85,22 +95,27 @@ class BuildExtension(build_ext):
         if nvcc is None:
             ext.sources.append("csrc/no_cuda.cpp")
         else:
-            ext.extra_objects.append(compile_cuda(nvcc, Path(self.build_temp).resolve()))
+            ext.extra_objects += compile_cuda(nvcc, Path(self.build_temp).resolve())
             ext.library_dirs.append(str(cudart_folder(nvcc)))
             ext.libraries += ["cudart_static", "rt", "pthread", "dl"]
         super().build_extension(ext)
 
 
-setup(
-    cmdclass={"build_ext": BuildExtension},
-    ext_modules=[
-        Extension(
-            "megatron_replay._C",
-            ["csrc/bindings.cpp"],
-            include_dirs=["csrc", pybind11.get_include()],
-            depends=[str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/*"))],
-            language="c++",
-            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra"],
-        )
-    ],
-)
+# -ffp-contract=off: see -fmad=false above; -fno-trapping-math lets the compiler use vectors, and changes no result
+CXX_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+if __name__ == "__main__":
+    setup(
+        cmdclass={"build_ext": BuildExtension},
+        ext_modules=[
+            Extension(
+                "megatron_replay._C",
+                ["csrc/bindings.cpp", "csrc/priority_draw_cpu.cpp", "csrc/ragged_gather_cpu.cpp"],
+                include_dirs=["csrc", pybind11.get_include()],
+                depends=[str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("csrc/*"))],
+                language="c++",
+                extra_compile_args=[*CXX_FLAGS, "-pthread"],
+                extra_link_args=["-pthread"],
+            )
+        ],
+    )

@@ -1,16 +1,53 @@
-// The boundary between bindings.cpp (g++) and the CUDA object (nvcc), which may be absent.
+// The boundary between bindings.cpp and the two backends: threads of the CPU, and the CUDA objects (nvcc), which may
+// be absent. Addresses are of memory that the caller has checked; nothing here keeps any of it.
 #pragma once
 #include <cstdint>
 
-#include "priority_draw.cuh"
+#include "priority_key.h"
+#include "ragged_copy.h"
 
-namespace megatron_replay::cuda {
+namespace megatron_replay {
 
-// Architectures the object was compiled for, "" where there is none.
+namespace cpu {
+
+void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
+                   int64_t* drawn, int threads);
+void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
+                   int64_t* drawn, int threads);
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
+                 double eps, double* out);
+void ragged_gather(const RaggedRows& rows, int threads);
+void ragged_scatter(const RaggedRows& rows, int threads);
+void take_rows(const RowColumns& columns);
+
+}  // namespace cpu
+
+// Functions of this part throw CudaError; without the CUDA objects they say that those are missing.
+namespace cuda {
+
+// Where work goes: a device, and a stream of it.
+struct Queue {
+    int device;
+    uintptr_t handle;
+
+    template <class Stream>
+    Stream stream() const {
+        return reinterpret_cast<Stream>(handle);
+    }
+};
+
+// Architectures the objects were compiled for, "" where there are none.
 const char* architectures();
-// These throw CudaError; without the CUDA object they say that it is missing.
 int device_count();
-void priority_keys(const double* weight, const int64_t* uid, double* out, int64_t count, DrawKey key,
-                   uintptr_t stream, int device);
+void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
+                   int64_t* drawn, void* workspace, const Queue& queue);
+void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
+                   int64_t* drawn, const Queue& queue);
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
+                 double eps, double* out, const Queue& queue);
+void ragged_gather(const RaggedRows& rows, const Queue& queue);
+void ragged_scatter(const RaggedRows& rows, const Queue& queue);
+void take_rows(const RowColumns& columns, const Queue& queue);
 
-}  // namespace megatron_replay::cuda
+}  // namespace cuda
+}  // namespace megatron_replay

@@ -6,7 +6,7 @@
 #ifdef __CUDACC__
 #define MR_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define MR_HOST_DEVICE inline
+#define MR_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 namespace megatron_replay {
@@ -27,13 +27,16 @@ MR_HOST_DEVICE Words4 philox4x32(Words4 counter, uint32_t key0, uint32_t key1) {
     return counter;
 }
 
-// A number in (0, 1) with 53 random bits, keyed by (seed, stream) and counted by (a, b, c).
-MR_HOST_DEVICE double uniform(uint64_t seed, uint32_t stream, int64_t a, uint32_t b, uint32_t c) {
+// Four words keyed by (seed, stream) and counted by (a, b, c).
+MR_HOST_DEVICE Words4 random_words(uint64_t seed, uint32_t stream, int64_t a, uint32_t b, uint32_t c) {
     const uint64_t bits = static_cast<uint64_t>(a);
-    const Words4 out = philox4x32({uint32_t(bits), uint32_t(bits >> 32), b, c}, uint32_t(seed),
-                                  uint32_t(seed >> 32) ^ stream);
-    const uint64_t k = (uint64_t{out.x} << 21) | (out.y >> 11);
-    const double u = (double(k) + 0.5) * 0x1p-53;
+    return philox4x32({uint32_t(bits), uint32_t(bits >> 32), b, c}, uint32_t(seed), uint32_t(seed >> 32) ^ stream);
+}
+
+// A number in (0, 1) with the first 53 bits of the words.
+MR_HOST_DEVICE double uniform(Words4 words) {
+    const double k = double(words.x) * 0x1p21 + double(words.y >> 11);  // exact
+    const double u = (k + 0.5) * 0x1p-53;
     return u < 1.0 ? u : 1.0 - 0x1p-53;  // the largest k alone rounds to 1
 }
 

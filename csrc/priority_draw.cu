@@ -1,29 +1,9 @@
 #include "priority_draw.cuh"
 
-#include <algorithm>
-
 #include "backend.h"
-#include "check.h"
+#include "device_guard.cuh"
 
 namespace megatron_replay::cuda {
-namespace {
-
-// Makes a device current for the length of a scope.
-class DeviceGuard {
-   public:
-    explicit DeviceGuard(int device) {
-        MR_CUDA(cudaGetDevice(&before_));
-        if (before_ != device) MR_CUDA(cudaSetDevice(device));
-    }
-    ~DeviceGuard() { cudaSetDevice(before_); }
-    DeviceGuard(const DeviceGuard&) = delete;
-    DeviceGuard& operator=(const DeviceGuard&) = delete;
-
-   private:
-    int before_ = 0;
-};
-
-}  // namespace
 
 const char* architectures() { return MR_CUDA_ARCHS; }
 
@@ -33,16 +13,24 @@ int device_count() {
     return count;
 }
 
-void priority_keys(const double* weight, const int64_t* uid, double* out, int64_t count, DrawKey key,
-                   uintptr_t stream, int device) {
+void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
+                   int64_t* drawn, void* workspace, const Queue& queue) {
+    DeviceGuard guard(queue.device);
+    launch_priority_draw(window, key, n, slot, key_out, drawn, workspace, queue.stream<cudaStream_t>());
+}
+
+void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
+                   int64_t* drawn, const Queue& queue) {
+    DeviceGuard guard(queue.device);
+    launch_repeated_draw(window, key, n, slot, key_out, drawn, queue.stream<cudaStream_t>());
+}
+
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
+                 double eps, double* out, const Queue& queue) {
     if (count == 0) return;
-    constexpr int kThreads = 256;
-    constexpr int64_t kMaxBlocks = 4096;
-    const auto blocks = static_cast<unsigned>(std::min((count + kThreads - 1) / kThreads, kMaxBlocks));
-    DeviceGuard guard(device);
-    megatron_replay::priority_keys<<<blocks, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
-        weight, uid, out, count, key);
-    MR_CUDA(cudaGetLastError());
+    DeviceGuard guard(queue.device);
+    MR_LAUNCH(megatron_replay::log_weights, blocks_for(count, kDrawThreads), kDrawThreads,
+              queue.stream<cudaStream_t>(), priority, advantage, group_std, count, alpha, eps, out);
 }
 
 }  // namespace megatron_replay::cuda

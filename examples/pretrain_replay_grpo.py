@@ -80,7 +80,11 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     check(args, shape, tokenizer, groups)
     policy = build_policy(args, config, shape, groups)
     buffer = RolloutReplayBuffer(
-        config.replay, seed=config.seed, arena_tokens=arena_tokens(args, config, data.size), group=data
+        config.replay,
+        seed=config.seed,
+        arena_tokens=arena_tokens(args, config, data.size),
+        group=data,
+        device="cpu" if args.rl_replay_buffer_device == "cpu" else groups.device,
     )
     task = build_task(args.rl_task, split="train", seed=args.seed, data_path=args.data_path)
     max_prompt_length = args.seq_length - args.rl_max_response_length
@@ -196,10 +200,13 @@ def build_policy(
         vocab_size=shape.vocab_size,
         temperature=config.sampling.temperature,
         logits_memory_bytes=args.rl_logits_memory_mib << 20,
-        age_buckets=config.replay.tau_max + 1,
+        age_buckets=config.replay.tau_max + 1 if config.replay.age_metrics else 2,
         backend=arguments.kernel_backend(args),
     )
-    return MegatronPolicy(ddp, optimizer, scheduler, groups, head, bin_tokens=args.micro_batch_size * args.seq_length)
+    bin_tokens = args.micro_batch_size * args.seq_length
+    return MegatronPolicy(
+        ddp, optimizer, scheduler, groups, head, bin_tokens=bin_tokens, age_metrics=config.replay.age_metrics
+    )
 
 
 def build_sampler(args: argparse.Namespace, policy: MegatronPolicy, shape: ModelShape) -> ModelSampler:

@@ -11,6 +11,8 @@ whose full text was not at hand. Where this loop departs from it, or decides wha
 6. `composition="pool"` pushes first and draws |F| from buffer and fresh together: a baseline, not the method.
 7. `old_logprobs="recomputed"` takes the trainer's own log-probs at birth for the ratio, instead of the engine's.
 8. `replay_ratio=0` is plain GRPO; the buffer then stays empty.
+9. Not from the paper, and off unless asked for: `importance_beta` weighs drawn rollouts as prioritized replay does,
+   `ess_floor` draws fewer of them while their ratios have drifted.
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ def replay_grpo(
         for iteration in range(config.iterations):
             with phase("train"):
                 update = policy.train(batch, step)
+            buffer.draw_size.observe(update.get("replay/ess") if draw.uids.numel() else None)
             report(step, iteration, metrics | update)
         if config.replay.enabled and config.replay.composition == "fresh-anchored":
             with phase("push"):
@@ -105,15 +108,15 @@ def replay_grpo(
 def compose(
     fresh: RolloutBatch, buffer: RolloutReplayBuffer, config: GrpoConfig, step: int, group: DataParallelGroup
 ) -> tuple[RolloutBatch, Draw]:
-    """The batch of one update: all of `fresh`, and single rollouts drawn again from the buffer."""
+    """The batch of one update: all of `fresh`, and single rollouts drawn again from the buffer behind it."""
     replay, total = config.replay, group.total(len(fresh))
     warm = replay.enabled and step >= replay.warmup_steps
     if replay.composition == "pool":
         buffer.push(fresh)
         draw = buffer.draw(total if warm else 0, step)
         return (draw.batch if warm else fresh), draw
-    draw = buffer.draw(round(replay.replay_ratio * total) if warm else 0, step)
-    return RolloutBatch.cat([fresh, draw.batch]), draw
+    draw = buffer.draw(round(replay.replay_ratio * total) if warm else 0, step, fresh)
+    return draw.batch, draw
 
 
 def with_trainer_logprobs(fresh: RolloutBatch, policy: Policy, config: GrpoConfig) -> RolloutBatch:

@@ -53,6 +53,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(ReplayConfig, "warmup_steps", "--rl-replay-warmup-steps", "steps without replay at the start"),
         Flag(ReplayConfig, "capacity", "--rl-replay-capacity", "rollouts kept over all ranks; the oldest go first"),
         Flag(ReplayConfig, "with_replacement", "--rl-replay-with-replacement", "draw with replacement"),
+        Flag(ReplayConfig, "importance_beta", "--rl-replay-importance-beta", "not from the paper: weigh a drawn rollout by (w_min / w)^this, as prioritized replay does; 0 is off"),
+        Flag(ReplayConfig, "ess_floor", "--rl-replay-ess-floor", "not from the paper: draw fewer while the replayed rollouts' effective sample size is below this; 0 is off"),
+        Flag(ReplayConfig, "age_metrics", "--rl-replay-age-metrics", "not from the paper: ratio, clip fraction and effective sample size for each age"),
         Flag(GrpoConfig, "old_logprobs", "--rl-replay-old-logprobs", "whose log-probs at birth the ratio is taken against"),
     ),
     "grpo": (
@@ -134,6 +137,12 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--load", help="folder of checkpoints to resume from")
     run.add_argument(
         "--rl-replay-allow-empty-buffer", action="store_true", help="resume although the stored rollouts are missing"
+    )
+    run.add_argument(
+        "--rl-replay-buffer-device",
+        default="auto",
+        choices=("auto", "cpu"),
+        help="memory that the stored rollouts lie in; auto is the device that trains",
     )
     run.add_argument(
         "--eval-prompts", type=int, default=256, help="held-out prompts, evaluated before and after; 0 is off"

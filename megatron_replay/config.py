@@ -40,6 +40,10 @@ class ReplayConfig:
     warmup_steps: int = 20
     capacity: int = 30_000  # rollouts, summed over the data-parallel shards
     with_replacement: bool = False
+    # not from the paper
+    importance_beta: float = 0.0  # exponent of prioritized replay's importance weights; 0 is off
+    ess_floor: float = 0.0  # below this effective sample size of the replayed rollouts fewer are drawn; 0 is off
+    age_metrics: bool = False  # ratio, clip fraction and ESS for each age
 
     def __post_init__(self) -> None:
         require(self.replay_ratio >= 0, "replay_ratio", self.replay_ratio, "must be at least 0")
@@ -50,6 +54,14 @@ class ReplayConfig:
         require(self.tau_max >= 1, "tau_max", self.tau_max, "must be at least 1 step")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")
         require(self.capacity >= 1, "capacity", self.capacity, "must be at least 1 rollout")
+        require(0 <= self.importance_beta <= 1, "importance_beta", self.importance_beta, "must be in [0, 1]")
+        require(0 <= self.ess_floor < 1, "ess_floor", self.ess_floor, "must be in [0, 1)")
+        require(
+            self.ess_floor == 0 or self.composition == "fresh-anchored",
+            "ess_floor",
+            self.ess_floor,
+            "must be 0 with composition pool, whose draw is the whole batch",
+        )
 
     @property
     def enabled(self) -> bool:

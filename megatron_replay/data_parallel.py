@@ -45,16 +45,20 @@ class DataParallelGroup:
         """Sum of one integer over the ranks."""
         return int(self.sum(torch.tensor([count], dtype=torch.int64)))
 
-    def gather(self, rows: Tensor) -> list[Tensor]:
-        """Every rank's rows [n_r, ...], n_r may differ, in rank order."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[R, ...]: every rank's tensor of one shape, in rank order, on its device."""
         if self.size == 1:
-            return [rows]
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = rows.shape[0]
-        counts = self.sum(counts)
-        longest = int(counts.max())
-        padded = torch.zeros((longest, *rows.shape[1:]), dtype=rows.dtype, device=self._device)
-        padded[: rows.shape[0]] = rows.to(self._device)
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self._group)
-        return [g[: int(n)].to(rows.device) for g, n in zip(gathered, counts, strict=True)]
+            return x[None]
+        sent = x.to(self._device).contiguous()
+        gathered = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(gathered, sent, group=self._group)
+        return torch.stack(gathered).to(x.device)
+
+    def all_to_all(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """blocks[r] [n_r] goes to rank r; the block of sizes[r] elements that rank r has for this one comes back."""
+        if self.size == 1:
+            return list(blocks)
+        sent = torch.cat(list(blocks)).to(self._device)
+        received = torch.empty(sum(sizes), dtype=sent.dtype, device=self._device)
+        dist.all_to_all_single(received, sent, list(sizes), [b.numel() for b in blocks], group=self._group)
+        return list(received.to(blocks[0].device).split(list(sizes)))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-TOKEN_FIELDS = ("tokens", "loss_mask", "behavior_logprobs")
+TOKEN_DTYPES = {"tokens": torch.int64, "loss_mask": torch.bool, "behavior_logprobs": torch.float32}
+TOKEN_FIELDS = tuple(TOKEN_DTYPES)
 ROLLOUT_DTYPES = {
     "reward": torch.float32,
     "advantage": torch.float32,
@@ -95,8 +96,7 @@ class RolloutBatch:
             raise ValueError(
                 f"cu_seqlens must be int32 [N+1], got {self.cu_seqlens.dtype} {list(self.cu_seqlens.shape)}"
             )
-        token_dtypes = dict(zip(TOKEN_FIELDS, (torch.int64, torch.bool, torch.float32), strict=True))
-        for names, size in ((token_dtypes, t), (ROLLOUT_DTYPES, n)):
+        for names, size in ((TOKEN_DTYPES, t), (ROLLOUT_DTYPES, n)):
             for name, dtype in names.items():
                 x = getattr(self, name)
                 if x.dtype != dtype or x.shape != (size,):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,18 +22,26 @@ class ThreadGroup(DataParallelGroup):
         super().__init__()
         self.rank, self.size, self._board, self._barrier = rank, size, board, barrier
 
-    def gather(self, rows: Tensor) -> list[Tensor]:
-        self._board[self.rank] = rows
+    def _everyone(self, mine: Any) -> list[Any]:
+        self._board[self.rank] = mine
         self._barrier.wait()
-        everyone = [x.clone() for x in self._board]
+        everyone = list(self._board)
         self._barrier.wait()
         return everyone
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack([other.clone() for other in self._everyone(x)])
+
+    def all_to_all(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        received = [other[self.rank].clone() for other in self._everyone(blocks)]
+        assert [x.numel() for x in received] == list(sizes)
+        return received
+
     def sum(self, values: Tensor) -> Tensor:
-        return torch.stack(self.gather(values)).sum(0)
+        return self.all_gather(values).sum(0)
 
     def max(self, values: Tensor) -> Tensor:
-        return torch.stack(self.gather(values)).amax(0)
+        return self.all_gather(values).amax(0)
 
 
 def run_ranks(size: int, body: Callable[[DataParallelGroup], T]) -> list[T]:

@@ -75,4 +75,4 @@ def policy(
         age_buckets=11,
         backend=backend,
     )
-    return MegatronPolicy(ddp, optimizer, scheduler, groups(), head, bin_tokens=bin_tokens)
+    return MegatronPolicy(ddp, optimizer, scheduler, groups(), head, bin_tokens=bin_tokens, age_metrics=True)

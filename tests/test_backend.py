@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import pytest
@@ -13,16 +12,16 @@ OP = "token_logprob"
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names that importlib finds; everything else is absent."""
+    """Modules that are found; everything else is absent."""
     names: set[str] = set()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
+    monkeypatch.setattr(backends, "_installed", names.__contains__)
     return names
 
 
 def test_every_op_has_a_reference() -> None:
-    assert {"token_logprob", "grpo_loss", "priority_draw"} <= set(backends.IMPLEMENTATIONS)
-    for op in backends.IMPLEMENTATIONS:
-        assert backends.resolve(op, None, "cpu") == "reference"
+    assert {"token_logprob", "grpo_loss", "priority_draw", "ragged_gather"} == set(backends.IMPLEMENTATIONS)
+    for op, rows in backends.IMPLEMENTATIONS.items():
+        assert backends.resolve(op, None, "cpu") == ("cpp" if "cpp" in rows else "reference")
         assert backends.resolve(op, "reference", torch.device("cpu")) == "reference"
 
 
@@ -79,6 +78,17 @@ def test_extension_before_triton(monkeypatch: pytest.MonkeyPatch, installed: set
     monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, rows)
     installed |= {"triton", "megatron_replay._C"}
     assert backends.resolve(OP, None, "cuda:1") == "cuda"
+
+
+def test_a_cpu_takes_the_compiled_op_where_it_is_built(installed: set[str]) -> None:
+    assert backends.resolve("priority_draw", None, "cpu") == "reference"
+    with pytest.raises(RuntimeError, match="the module megatron_replay._C is not installed"):
+        backends.resolve("priority_draw", "cpp", "cpu")
+    installed.add("megatron_replay._C")
+    assert backends.resolve("priority_draw", None, "cpu") == "cpp"
+    assert backends.resolve("priority_draw", None, "cuda") == "cuda"
+    with pytest.raises(RuntimeError, match="backend cpp cannot run priority_draw on cuda: it needs a CPU device"):
+        backends.resolve("priority_draw", "cpp", "cuda")
 
 
 def test_resolving_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

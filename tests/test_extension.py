@@ -1,27 +1,20 @@
-"""The compiled extension against the torch definition."""
+"""The compiled extension itself: known answers, its logarithm, and what it says where it cannot run."""
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
 import torch
 
-from megatron_replay.ops import priority_draw_reference as reference
-from megatron_replay.ops.priority_draw import draw_keys, largest
-from megatron_replay.ops.priority_draw_cuda import draw_keys as compiled_keys
-from megatron_replay.ops.priority_draw_cuda import extension
+from megatron_replay.ops import priority_draw_compiled as compiled
+from megatron_replay.ops.extension import extension, queue
+from megatron_replay.ops.priority_draw import DrawWindow, log_weights, priority_draw
+from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter, take_rows
 from tests.test_philox import KNOWN
 
-NO_GPU = "no CUDA device"
-
-
-def inputs(n: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(n)
-    weight = torch.rand(n, generator=g, dtype=torch.float64)
-    weight[::7] = torch.tensor([0.0, float("nan"), float("inf"), -1.0]).repeat(n)[: len(weight[::7])].double()
-    uid = torch.randint(-(2**62), 2**62, (n,), generator=g)
-    return weight.to(device), uid.to(device)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
@@ -29,50 +22,49 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], ex
     assert tuple(extension().philox4x32(counter, key)) == expected
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 4097])
-@pytest.mark.parametrize("seed", [0, 2**40 + 3, -5])
-def test_host_keys_are_the_reference_s(n: int, seed: int) -> None:
-    weight, uid = inputs(n)
-    for step, repeat in ((0, 0), (2**32 - 1, 3)):
-        ours = compiled_keys(weight, uid, seed=seed, step=step, repeat=repeat)
-        expected = reference.draw_keys(weight, uid, seed=seed, step=step, repeat=repeat)
-        finite = torch.isfinite(expected)
-        assert torch.equal(torch.isfinite(ours), finite)
-        # two logarithms, each within one unit in the last place
-        assert torch.allclose(ours[finite], expected[finite], rtol=1e-14, atol=1e-14)
-        assert torch.equal(largest(ours, uid, n), largest(expected, uid, n))
+def test_the_logarithm_is_within_two_units_in_the_last_place() -> None:
+    g = torch.Generator().manual_seed(0)
+    spread = (torch.rand(4000, generator=g, dtype=torch.float64) * 1400 - 700).exp()
+    near_one = 1 + torch.randn(4000, generator=g, dtype=torch.float64) * 10.0 ** -torch.randint(
+        1, 16, (4000,), generator=g
+    )
+    edges = [
+        5e-324,
+        2.2250738585072014e-308,
+        2.2250738585072009e-308,
+        0.5,
+        math.sqrt(0.5),
+        1 - 2**-53,
+        1.0,
+        1 + 2**-52,
+        1.7e308,
+    ]
+    for x in [*spread.tolist(), *near_one.tolist(), *edges]:
+        true = math.log(x)
+        assert abs(extension().portable_log(x) - true) <= 2 * math.ulp(true), x
+    assert extension().portable_log(1.0) == 0
 
 
-def test_wrong_inputs_are_named() -> None:
-    weight, uid = inputs(8)
-    for bad in (uid.int(), uid[:7]):
-        with pytest.raises(ValueError, match=r"uid must be int64 \[8\] on cpu"):
-            compiled_keys(weight, bad, seed=0, step=0, repeat=0)
-    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
-        extension().priority_keys_cpu(0, 0, 0, -1, 0, 0, 0, 0)
-
-
-def test_strided_and_narrow_inputs_give_the_reference_s_keys() -> None:
-    weight, uid = inputs(64)
-    for w, u in ((weight[::2], uid[1::2]), (weight.float(), uid), (weight[::3].to(torch.bfloat16), uid[:22])):
-        ours = compiled_keys(w, u, seed=7, step=2, repeat=1)
-        expected = reference.draw_keys(w, u, seed=7, step=2, repeat=1)
-        finite = torch.isfinite(expected)
-        assert bool(finite.any()) and torch.equal(torch.isfinite(ours), finite)
-        assert torch.allclose(ours[finite], expected[finite], rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("weight", "words"),
-    [
-        (torch.ones(4, dtype=torch.int64), r"^weight must be a floating point \[C\], got torch.int64 \[4\]"),
-        (torch.ones(2, 2), r"^weight must be a floating point \[C\], got torch.float32 \[2, 2\]"),
-        (torch.ones(4, device="meta"), r"^weight must be on a CPU or CUDA device, got meta"),
-    ],
-)
-def test_wrong_weights_are_named(weight: torch.Tensor, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        compiled_keys(weight, torch.arange(4).reshape(weight.shape), seed=0, step=0, repeat=0)
+def test_wrong_numbers_are_named_before_any_address_is_used() -> None:
+    c = extension()
+    window, key, out = (0, 0, 4, 0, 4), (0, 0, 0), (0, 0, 0)
+    for bad, words in (
+        ((0, 0, 4, 0, 5), r"size must be in \[0, slots\], got 5 of 4"),
+        ((0, 0, 4, 4, 1), r"head must be in \[0, slots\), got 4 of 4"),
+        ((0, 0, 4, -1, 1), r"head must be in \[0, slots\), got -1 of 4"),
+        ((0, 0, 2**32, 0, 2**31), r"size must be below 2\^31, got 2147483648"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            c.priority_draw_cpu(bad, key, 1, out, 1)
+    for n in (-1, 5):
+        with pytest.raises(ValueError, match=rf"n must be in \[0, size\], got {n} of 4"):
+            c.priority_draw_cpu(window, key, n, out, 1)
+    with pytest.raises(ValueError, match=r"n must be in \[0, 2\^31\), got -2"):
+        c.repeated_draw_cpu(window, key, -2, out, 1)
+    with pytest.raises(ValueError, match="fields must be at most 4, got 5"):
+        c.ragged_gather_cpu([(0, 0, 0)] * 5, (0, 0, 0, 1), 0, 1)
+    with pytest.raises(ValueError, match="columns must be at most 12, got 13"):
+        c.take_rows_cpu([(0, 0, 4)] * 13, 0, 0, 1)
 
 
 def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,29 +77,125 @@ def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_explicit_cuda_request_on_the_cpu_is_refused() -> None:
-    weight, uid = inputs(8)
+    window = DrawWindow(torch.zeros(3, dtype=torch.float64), torch.arange(3), 0, 3)
     with pytest.raises(RuntimeError, match="backend cuda cannot run priority_draw on cpu: it needs a CUDA device"):
-        draw_keys(weight, uid, seed=0, step=0, backend="cuda")
+        priority_draw(window, 1, seed=0, step=0, backend="cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a CUDA device")
-def test_without_a_driver_or_nvcc_a_cuda_call_says_so() -> None:
+def test_without_a_driver_or_nvcc_every_cuda_call_says_so() -> None:
     c = extension()
-    words = r"cuda.*in cudaGetDeviceCount.*\(.*driver" if c.cuda_architectures() else "built without CUDA"
+    missing = "built without CUDA"
+    words = rf"cuda.*in cudaGetDeviceCount.*\(.*driver|{missing}"
     with pytest.raises(c.CudaError, match=words):
         c.device_count()
-    weight, uid = inputs(8)
-    with pytest.raises(c.CudaError):
-        c.priority_keys_cuda(weight.data_ptr(), uid.data_ptr(), weight.data_ptr(), 8, 0, 0, 0, 0, 0, 0)
+    window, key, out, on = (0, 0, 4, 0, 4), (0, 0, 0), (0, 0, 0), (0, 0)
+    for call in (
+        lambda: c.priority_draw_cuda(window, key, 1, out, 0, on),
+        lambda: c.repeated_draw_cuda(window, key, 1, out, on),
+        lambda: c.log_weights_cuda(0, 0, 0, 1, 0.5, 1e-6, 0, on),
+        lambda: c.ragged_gather_cuda([], (0, 0, 1, 1), on),
+        lambda: c.ragged_scatter_cuda([], (0, 0, 1, 1), on),
+        lambda: c.take_rows_cuda([], 0, 1, on),
+    ):
+        with pytest.raises(c.CudaError, match=rf"cuda.*driver|{missing}"):
+            call()
+
+
+def on_both(n: int) -> tuple[DrawWindow, DrawWindow]:
+    """One window on the host and on the device: a ring that wraps, every seventh rollout unusable."""
+    g = torch.Generator().manual_seed(n)
+    log_weight = torch.randn(n, generator=g, dtype=torch.float64)
+    log_weight[::7] = torch.tensor([-math.inf, math.nan, math.inf]).repeat(n)[: log_weight[::7].numel()].double()
+    uid = torch.randperm(n, generator=g) - n // 2
+    host = DrawWindow(log_weight, uid, n // 3, n - n // 8)
+    return host, DrawWindow(log_weight.cuda(), uid.cuda(), host.head, host.size)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
-@pytest.mark.parametrize("n", [1, 7, 4097, 2_000_003])
-def test_device_keys_draw_what_the_host_draws(n: int) -> None:
-    weight, uid = inputs(n)
-    ours = draw_keys(weight.cuda(), uid.cuda(), seed=3, step=5, backend="cuda").cpu()
-    expected = reference.draw_keys(weight, uid, seed=3, step=5, repeat=0)
-    finite = torch.isfinite(expected)
-    assert torch.allclose(ours[finite], expected[finite], rtol=1e-14, atol=1e-14)
-    assert torch.equal(largest(ours, uid, 1024), largest(expected, uid, 1024))
+@needs_gpu
+@pytest.mark.parametrize("n", [1, 33, 1024, 30_000, 1_048_576])
+def test_a_device_draws_what_the_host_draws_bit_for_bit(n: int) -> None:
+    host, device = on_both(n)
+    for m in (1, 1000, 5000, n):
+        for expected, found in zip(
+            priority_draw(host, m, seed=3, step=5, backend="cpp"),
+            priority_draw(device, m, seed=3, step=5, backend="cuda"),
+            strict=True,
+        ):
+            assert torch.equal(found.cpu(), expected)
+    if n <= 30_000:
+        for expected, found in zip(
+            priority_draw(host, 200, seed=3, step=5, with_replacement=True, backend="cpp"),
+            priority_draw(device, 200, seed=3, step=5, with_replacement=True, backend="cuda"),
+            strict=True,
+        ):
+            assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_device_log_weights_are_the_host_s_bit_for_bit() -> None:
+    advantage, std = torch.randn(10_000), torch.rand(10_000)
+    advantage[::9] = torch.nan
+    for priority in ("abs-advantage", "group-std", "uniform"):
+        host = log_weights(advantage, std, priority, 0.37, 1e-6, backend="cpp")
+        device = log_weights(advantage.cuda(), std.cuda(), priority, 0.37, 1e-6, backend="cuda")
+        assert torch.equal(device.cpu(), host)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_draw_can_be_captured_in_a_graph() -> None:
+    host, device = on_both(30_000)
+    n = 1024
+    outputs = (
+        torch.empty(n, dtype=torch.int64),
+        torch.empty(n, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    outputs = tuple(x.cuda() for x in outputs)
+    workspace = torch.empty(extension().draw_workspace_bytes(device.size, n), dtype=torch.uint8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compiled.launch_priority_draw(device, n, outputs, workspace, seed=3, step=5)
+    workspace.fill_(255)
+    graph.replay()
+    slots, keys = priority_draw(host, n, seed=3, step=5, backend="cpp")
+    assert int(outputs[2]) == n and torch.equal(outputs[0].cpu(), slots) and torch.equal(outputs[1].cpu(), keys)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_device_rows_are_the_host_s() -> None:
+    g = torch.Generator().manual_seed(1)
+    rings = [
+        torch.randint(0, 2**31 - 1, (5003,), dtype=torch.int32, generator=g),
+        torch.rand(5003, generator=g) < 0.5,
+        torch.randn(5003, generator=g),
+    ]
+    lengths = torch.randint(0, 300, (700,), generator=g)
+    start = torch.randint(0, 5003, (700,), generator=g)
+    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    for offset in range(5):  # alignments of the target
+        packed = [torch.zeros(int(cu[-1]) + 8, dtype=t) for t in (torch.int64, torch.bool, torch.float32)]
+        on_device = [x.cuda() for x in packed]
+        part = slice(offset, offset + int(cu[-1]))
+        ragged_gather(rings, start, cu, [x[part] for x in packed])
+        ragged_gather([x.cuda() for x in rings], start.cuda(), cu.cuda(), [x[part] for x in on_device], backend="cuda")
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(packed, on_device, strict=True))
+    rows = torch.tensor([0, 90, 100, 4000]).int()
+    places = torch.tensor([4990, 77, 90])  # the first wraps; none overlap
+    targets = [torch.zeros_like(x) for x in rings]
+    device_targets = [x.cuda() for x in targets]
+    source = [x[:4000].contiguous() for x in packed]
+    ragged_scatter(targets, places, rows, source)
+    ragged_scatter(device_targets, places.cuda(), rows.cuda(), [x.cuda() for x in source], backend="cuda")
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(targets, device_targets, strict=True))
+    slots = torch.randint(0, 5003, (999,), generator=g)
+    columns = [rings[2], torch.arange(5003)]
+    out, device_out = ([torch.empty(999, dtype=c.dtype, device=d) for c in columns] for d in ("cpu", "cuda"))
+    take_rows(columns, slots, out)
+    take_rows([c.cuda() for c in columns], slots.cuda(), device_out, backend="cuda")
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(out, device_out, strict=True))
+    assert queue(torch.device("cuda"))[0] == torch.cuda.current_device()

@@ -1,11 +1,15 @@
 """THE dispatch point: which implementation of an op runs on a device.
 
+`reference` is plain torch, and the definition; `triton` are kernels for a GPU; `cpp` and `cuda` are the two halves of
+the compiled extension, built from the same headers.
+
 An implementation is a module, named by one row of `IMPLEMENTATIONS` and imported when it is first used, so that a
 missing compiler or extension costs nothing to those who do not use it. All modules of one op offer the same functions.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -14,7 +18,7 @@ from typing import Literal, get_args
 
 import torch
 
-Backend = Literal["reference", "triton", "cuda"]
+Backend = Literal["reference", "triton", "cpp", "cuda"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
@@ -28,10 +32,19 @@ IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "priority_draw": {
         "reference": "megatron_replay.ops.priority_draw_reference",
-        "cuda": "megatron_replay.ops.priority_draw_cuda",
+        "cpp": "megatron_replay.ops.priority_draw_compiled",
+        "cuda": "megatron_replay.ops.priority_draw_compiled",
+    },
+    "ragged_gather": {
+        "reference": "megatron_replay.ops.ragged_gather_reference",
+        "cpp": "megatron_replay.ops.ragged_gather_compiled",
+        "cuda": "megatron_replay.ops.ragged_gather_compiled",
     },
 }
-FASTEST_FIRST: tuple[Backend, ...] = ("cuda", "triton", "reference")
+FASTEST_FIRST: tuple[Backend, ...] = ("cuda", "cpp", "triton", "reference")
+# where each one runs; the reference runs everywhere
+DEVICE: dict[Backend, str] = {"triton": "cuda", "cpp": "cpu", "cuda": "cuda"}
+MODULE: dict[Backend, str] = {"triton": "triton", "cpp": "megatron_replay._C", "cuda": "megatron_replay._C"}
 
 
 def resolve(op: str, requested: str | None, device: torch.device | str) -> Backend:
@@ -46,11 +59,10 @@ def resolve(op: str, requested: str | None, device: torch.device | str) -> Backe
         raise ValueError(f"op must be one of {', '.join(IMPLEMENTATIONS)}, got {op!r}")
     device = torch.device(device)
     if requested is None:
-        on_cpu = device.type == "cpu"
-        usable = [b for b in FASTEST_FIRST if _obstacle(op, b, device) is None and not (on_cpu and b != "reference")]
-        if not usable:
-            raise RuntimeError(f"backend: no implementation of {op} runs on {device}")
-        return usable[0]
+        for backend in FASTEST_FIRST:
+            if DEVICE.get(backend, device.type) == device.type and _obstacle(op, backend, device) is None:
+                return backend
+        raise RuntimeError(f"backend: no implementation of {op} runs on {device}")
     for backend in BACKENDS:
         if backend == requested:
             if (why := _obstacle(op, backend, device)) is not None:
@@ -71,7 +83,11 @@ def _obstacle(op: str, backend: Backend, device: torch.device) -> str | None:
     if backend == "reference":
         return None
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
-        return "it needs a CUDA device"
-    needs = "triton" if backend == "triton" else "megatron_replay._C"
-    return None if importlib.util.find_spec(needs) is not None else f"the module {needs} is not installed"
+    if device.type != DEVICE[backend] and not interpreted:
+        return f"it needs a {DEVICE[backend].upper()} device"
+    return None if _installed(MODULE[backend]) else f"the module {MODULE[backend]} is not installed"
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,53 +1,91 @@
-"""Which stored rollouts are drawn: weights, random keys, the largest of them.
+"""Which stored rollouts are drawn: log-weights, random keys, the largest of them.
 
-Dims: C stored rollouts, n rollouts asked for, m <= n rollouts drawn.
+Dims: C slots of a ring, N rollouts, n rollouts asked for, m <= n rollouts drawn.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_replay.ops import backend as backends
+from megatron_replay.ops.checks import require_choice
 
 ReplayPriority = Literal["abs-advantage", "group-std", "uniform"]
-MAX_WORD = 2**32 - 1  # step and repeat are words of the counter
-BLOCK = 2**20  # keys held at a time by a draw with replacement
+MAX_WORD = 2**32 - 1  # step and repeat are words of the random number's counter
 
 
-def replay_weights(advantage: Tensor, group_std: Tensor, priority: str, alpha: float, eps: float) -> Tensor:
-    """[C] float64: (|A| + eps)^alpha, or the group's std, or 1. advantage, group_std [C]."""
-    if priority == "abs-advantage":
-        return (advantage.double().abs() + eps) ** alpha
-    if priority == "group-std":
-        return group_std.double()
-    if priority == "uniform":
-        return torch.ones_like(advantage, dtype=torch.float64)
-    raise ValueError(f"priority must be one of {', '.join(get_args(ReplayPriority))}, got {priority!r}")
+@dataclass(frozen=True)
+class DrawWindow:
+    """The live part of a ring of slots: rollout i, oldest first, is in slot (head + i) mod C, 0 <= i < size."""
+
+    log_weight: Tensor  # [C] float64
+    uid: Tensor  # [C] int64
+    head: int
+    size: int
+
+    def __post_init__(self) -> None:
+        slots = self.log_weight.numel()
+        for name, x, dtype in (("log_weight", self.log_weight, torch.float64), ("uid", self.uid, torch.int64)):
+            if x.dtype != dtype or x.shape != (slots,) or x.device != self.uid.device or not x.is_contiguous():
+                raise ValueError(
+                    f"{name} must be {dtype} [{slots}] on {self.uid.device}, contiguous, "
+                    f"got {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
+                )
+        if not 0 <= self.size <= slots or not 0 <= self.head < max(1, slots):
+            raise ValueError(f"size and head must be within the {slots} slots, got {self.size} and {self.head}")
+
+    def slots(self) -> Tensor:
+        """[size] int64, oldest first."""
+        at = torch.arange(self.head, self.head + self.size, device=self.uid.device)
+        return at % max(1, self.uid.numel())
 
 
-def draw_keys(
-    weight: Tensor, uid: Tensor, *, seed: int, step: int, repeat: int = 0, backend: str | None = None
+def log_weights(
+    advantage: Tensor, group_std: Tensor, priority: str, alpha: float, eps: float, *, backend: str | None = None
 ) -> Tensor:
-    """key_i = log w_i - log(-log u_i), u_i = philox(seed, replay stream; uid_i, step, repeat) in (0, 1).
+    """log w_i with w_i = (|A_i| + eps)^alpha, the group's std, or 1; -inf where that is 0, infinite or NaN.
 
-    The n largest keys are an exact draw of n rollouts without replacement, one after another with probability
-    proportional to w (Gumbel-top-k). A key depends on its rollout and the step alone, so every rank, layout and device
-    finds the same. weight [C] float, uid [C] int64 -> [C] float64; a weight that is 0, negative, NaN or infinite has
-    key -inf and is never drawn. Raises ValueError for wrong shapes, dtypes, or a step or repeat outside 32 bits.
+    advantage, group_std [N] float32 -> [N] float64. Raises ValueError for another priority, dtype or shape.
+    """
+    require_choice("priority", priority, get_args(ReplayPriority))
+    for name, x in (("advantage", advantage), ("group_std", group_std)):
+        if x.dtype != torch.float32 or x.shape != (advantage.numel(),) or x.device != advantage.device:
+            raise ValueError(
+                f"{name} must be float32 [{advantage.numel()}] on {advantage.device}, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+    return _implementation(backend, advantage.device).log_weights(advantage, group_std, priority, alpha, eps)
+
+
+def priority_draw(
+    window: DrawWindow, n: int, *, seed: int, step: int, with_replacement: bool = False, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The slots [m] int64 of n drawn rollouts, and their keys [m] float64, by (key descending, uid ascending).
+
+        key_i = log w_i - log(-log u_i),   u_i = philox(seed, replay stream; uid_i, step, repeat) in (0, 1)
+
+    Without replacement (repeat = 0) the n largest keys are an exact draw of n rollouts, one after another with
+    probability proportional to w (Gumbel-top-k). With replacement draw j is the rollout with the largest key of repeat
+    j, in the order of j. A key depends on its rollout and the step alone: every rank, layout and device finds the same.
+    A log-weight that is not finite is never drawn; m < n where fewer can be drawn (with replacement: m = n, or 0).
+
+    Raises ValueError for n below 0 or a step outside 32 bits.
     Source: Efraimidis and Spirakis, Inf. Process. Lett. 97 (2006); Kool et al., arXiv 1903.06059.
     """
-    if weight.dim() != 1 or weight.shape != uid.shape:
-        raise ValueError(f"weight must be [C] like uid {list(uid.shape)}, got {list(weight.shape)}")
-    if uid.dtype != torch.int64:
-        raise ValueError(f"uid must be int64, got {uid.dtype}")
-    for name, word in (("step", step), ("repeat", repeat)):
-        if not 0 <= word <= MAX_WORD:
-            raise ValueError(f"{name} must be in [0, 2^32), got {word}")
-    chosen = backends.resolve("priority_draw", backend, weight.device)
-    return backends.load("priority_draw", chosen).draw_keys(weight, uid, seed=seed, step=step, repeat=repeat)
+    if n < 0:
+        raise ValueError(f"n must be at least 0, got {n}")
+    if not 0 <= step <= MAX_WORD:
+        raise ValueError(f"step must be in [0, 2^32), got {step}")
+    implementation = _implementation(backend, window.uid.device)
+    if window.size == 0 or n == 0:
+        return window.uid.new_empty(0), window.log_weight.new_empty(0)
+    if with_replacement:
+        return implementation.repeated_draw(window, n, seed=seed, step=step)
+    return implementation.priority_draw(window, min(n, window.size), seed=seed, step=step)
 
 
 def largest(keys: Tensor, uid: Tensor, n: int) -> Tensor:
@@ -57,27 +95,5 @@ def largest(keys: Tensor, uid: Tensor, n: int) -> Tensor:
     return order[: min(n, int(torch.isfinite(keys).sum()))]
 
 
-def draw_with_replacement(
-    weight: Tensor, uid: Tensor, n: int, *, seed: int, step: int, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """n independent draws: draw j is the rollout with the largest key of repeat j (Gumbel-max, exact).
-
-    Returns the winners' positions [n] and keys [n]; both are empty with no weight above 0. Memory: BLOCK keys, or C.
-    """
-    if n == 0 or not bool(((weight > 0) & torch.isfinite(weight)).any()):
-        return uid.new_empty(0), weight.new_empty(0, dtype=torch.float64)
-    by_uid = uid.argsort(stable=True)  # max takes the first of equal keys: the smallest uid
-    weight, uid = weight[by_uid], uid[by_uid]
-    rows = max(1, BLOCK // uid.numel())
-    positions, keys = [], []
-    for first in range(0, n, rows):
-        block = torch.stack(
-            [
-                draw_keys(weight, uid, seed=seed, step=step, repeat=repeat, backend=backend)
-                for repeat in range(first, min(first + rows, n))
-            ]
-        )  # [rows, C]
-        key, at = block.max(1)
-        positions.append(by_uid[at])
-        keys.append(key)
-    return torch.cat(positions), torch.cat(keys)
+def _implementation(backend: str | None, device: torch.device):
+    return backends.load("priority_draw", backends.resolve("priority_draw", backend, device))

@@ -1,37 +1,94 @@
-"""Rows of any length between a ring of tokens and one packed tensor.
+"""Rows of any length between rings of tokens and packed tensors; and rows of per-rollout fields.
 
-Dims: A tokens of the ring, n rows, T tokens of the n rows together. A row may wrap around the end of the ring.
+Dims: A tokens of a ring, n rows, T tokens of the n rows together, C slots. A row may wrap around the end of the ring.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from megatron_replay.ops import backend as backends
 
-def ragged_gather(arena: Tensor, start: Tensor, length: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """packed[cu_i + j] = arena[(start_i + j) mod A], 0 <= j < length_i = cu_{i+1} - cu_i.
+# what a token is in a ring, and in a packed tensor: ids are stored narrow
+PACKED_DTYPE = {torch.int32: torch.int64, torch.bool: torch.bool, torch.float32: torch.float32}
+COLUMN_DTYPES = (torch.int32, torch.float32, torch.int64, torch.float64)
 
-    arena [A], start [n] int64 in [0, A), length [n] int64, cu_seqlens [n+1] int32, the sums of length -> [T]. Rows
-    may repeat and overlap. Raises ValueError for row counts or token counts that do not agree.
+
+def ragged_gather(
+    rings: Sequence[Tensor],
+    start: Tensor,
+    cu_seqlens: Tensor,
+    packed: Sequence[Tensor],
+    *,
+    backend: str | None = None,
+) -> None:
+    """packed[cu_i + j] = ring[(start_i + j) mod A], 0 <= j < cu_{i+1} - cu_i, for each ring and its packed tensor.
+
+    rings: [A] each, int32, bool or float32; packed: [T] each, written, int64 for an int32 ring, else the ring's dtype.
+    start [n] int64 in [0, A); cu_seqlens [n+1] int32 from 0 to T. Rows may repeat and overlap. Everything is
+    contiguous and on one device. Raises ValueError otherwise; on CUDA the values of start and cu_seqlens are the
+    caller's to answer for, since a look at them would wait for the device.
     """
-    return arena[_ring_index(arena, start, length, cu_seqlens)]
+    _check(rings, start, cu_seqlens, packed)
+    _implementation(backend, start.device).ragged_gather(rings, start, cu_seqlens, packed)
 
 
-def ragged_scatter(arena: Tensor, start: Tensor, length: Tensor, cu_seqlens: Tensor, packed: Tensor) -> None:
-    """arena[(start_i + j) mod A] = packed[cu_i + j], in place; the rows must not overlap in the ring.
+def ragged_scatter(
+    rings: Sequence[Tensor],
+    start: Tensor,
+    cu_seqlens: Tensor,
+    packed: Sequence[Tensor],
+    *,
+    backend: str | None = None,
+) -> None:
+    """ring[(start_i + j) mod A] = packed[cu_i + j], in place; the rows must not overlap in the ring.
 
-    Arguments and errors as of `ragged_gather`; packed [T] is cast to the arena's dtype.
+    Arguments and errors as of `ragged_gather`; the rings are written.
     """
-    arena[_ring_index(arena, start, length, cu_seqlens)] = packed.to(arena.dtype)
+    _check(rings, start, cu_seqlens, packed)
+    _implementation(backend, start.device).ragged_scatter(rings, start, cu_seqlens, packed)
 
 
-def _ring_index(arena: Tensor, start: Tensor, length: Tensor, cu_seqlens: Tensor) -> Tensor:
-    for name, x in (("start", start), ("length", length)):
-        if x.numel() + 1 != cu_seqlens.numel():
-            raise ValueError(f"{name} must have one entry for each of {cu_seqlens.numel() - 1} rows, got {x.numel()}")
-    total = int(cu_seqlens[-1])
-    if (tokens := int(length.sum())) != total:
-        raise ValueError(f"length must sum to the {total} tokens of cu_seqlens, got {tokens}")
-    shift = torch.repeat_interleave(start - cu_seqlens[:-1].long(), length, output_size=total)
-    return (torch.arange(total, device=arena.device) + shift) % arena.numel()
+def take_rows(columns: Sequence[Tensor], slots: Tensor, out: Sequence[Tensor], *, backend: str | None = None) -> None:
+    """out[i] = column[slots_i] for each column [C] and its out [n], of one dtype of 4 or 8 bytes.
+
+    slots [n] int64 in [0, C). Conditions and errors as of `ragged_gather`.
+    """
+    slot_count = columns[0].numel() if columns else 0
+    _check_one("slots", slots, torch.int64, slots.numel(), slots.device)
+    if len(columns) != len(out):
+        raise ValueError(f"out must have one tensor for each of {len(columns)} columns, got {len(out)}")
+    for i, (column, target) in enumerate(zip(columns, out, strict=True)):
+        if column.dtype not in COLUMN_DTYPES:
+            raise ValueError(f"columns must be of 4 or 8 bytes an element, got {column.dtype} at {i}")
+        _check_one(f"columns[{i}]", column, column.dtype, slot_count, slots.device)
+        _check_one(f"out[{i}]", target, column.dtype, slots.numel(), slots.device)
+    _implementation(backend, slots.device).take_rows(columns, slots, out)
+
+
+def _check(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
+    n = start.numel()
+    _check_one("start", start, torch.int64, n, start.device)
+    _check_one("cu_seqlens", cu_seqlens, torch.int32, n + 1, start.device)
+    if len(rings) != len(packed) or not rings:
+        raise ValueError(f"packed must have one tensor for each of {len(rings)} rings, at least 1, got {len(packed)}")
+    for i, (ring, target) in enumerate(zip(rings, packed, strict=True)):
+        if ring.dtype not in PACKED_DTYPE:
+            raise ValueError(f"rings must be int32, bool or float32, got {ring.dtype} at {i}")
+        _check_one(f"rings[{i}]", ring, ring.dtype, rings[0].numel(), start.device)
+        _check_one(f"packed[{i}]", target, PACKED_DTYPE[ring.dtype], packed[0].numel(), start.device)
+
+
+def _check_one(name: str, x: Tensor, dtype: torch.dtype, size: int, device: torch.device) -> None:
+    if x.dtype != dtype or x.shape != (size,) or x.device != device or not x.is_contiguous():
+        raise ValueError(
+            f"{name} must be {dtype} [{size}] on {device}, contiguous, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
+        )
+
+
+def _implementation(backend: str | None, device: torch.device):
+    return backends.load("ragged_gather", backends.resolve("ragged_gather", backend, device))

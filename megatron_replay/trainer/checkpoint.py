@@ -32,7 +32,7 @@ from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.policy import MegatronPolicy
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -121,7 +121,7 @@ def load(
 
     shards = sorted(iteration.glob("replay_buffer_*_of_*.safetensors"))
     if len(shards) == run["data_parallel"]:
-        buffer.load_state_dict([load_file(x) for x in shards])
+        buffer.load_state_dict(load_file(x) for x in shards)
     return RunState(run["step"], run["cursor"], run["fixed"], run["counters"])
 
 

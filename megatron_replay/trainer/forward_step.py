@@ -36,7 +36,7 @@ class HeadOptions:
     vocab_size: int  # true size, without padding
     temperature: float
     logits_memory_bytes: int  # of one chunk of logits on a rank
-    age_buckets: int
+    age_buckets: int  # 2 tell fresh rollouts from replayed ones; more tell the ages of those too
     backend: str | None = None
 
 

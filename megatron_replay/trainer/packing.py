@@ -66,12 +66,12 @@ def pack(
     """`count` microbatches: one for each bin, then inert ones that hold padding alone.
 
     Every pack is padded to `length`, or, without one, to the next multiple of `multiple` (the tensor-parallel
-    size under sequence parallelism).
+    size under sequence parallelism). The packs lie where the batch does.
     """
     if count < len(bins):
         raise ValueError(f"count must be at least the number of bins {len(bins)}, got {count}")
     groups = [*bins, *([[]] * (count - len(bins)))]
-    return [_pack_one(batch, torch.tensor(g, dtype=torch.int64), multiple, length) for g in groups]
+    return [_pack_one(batch, torch.tensor(g, dtype=torch.int64, device=batch.device), multiple, length) for g in groups]
 
 
 def padded_length(tokens: int, multiple: int) -> int:
@@ -90,12 +90,14 @@ def _pack_one(batch: RolloutBatch, rollouts: Tensor, multiple: int, length: int 
     if padding:
         cu = torch.cat([cu, cu.new_tensor([total])])
     lengths = cu.diff().long()
-    position_ids = torch.arange(total) - torch.repeat_interleave(cu[:-1].long(), lengths, output_size=total)
+    position_ids = torch.arange(total, device=batch.device) - torch.repeat_interleave(
+        cu[:-1].long(), lengths, output_size=total
+    )
 
     trained = part.loss_mask.nonzero().squeeze(1)  # [R] positions of the targets in the pack
     if bool((position_ids[trained] == 0).any()):
         raise ValueError("loss_mask must be False on the first token of a rollout: nothing predicts it")
-    source = torch.arange(tokens) + torch.repeat_interleave(
+    source = torch.arange(tokens, device=batch.device) + torch.repeat_interleave(
         batch.cu_seqlens[rollouts].long() - part.cu_seqlens[:-1].long(), part.lengths, output_size=tokens
     )
     return PackedMicrobatch(

@@ -40,6 +40,7 @@ class MegatronPolicy:
     groups: ParallelGroups
     head: HeadOptions
     bin_tokens: int  # token budget of a microbatch
+    age_metrics: bool = False  # names for each age: the head's age_buckets are then ages
     reference: dict[str, Tensor] | None = None  # weights of the reference model, where kl_beta > 0
 
     def __post_init__(self) -> None:
@@ -87,12 +88,12 @@ class MegatronPolicy:
     def _logprobs(self, batch: RolloutBatch, packs: list[PackedMicrobatch]) -> Tensor:
         self.model.eval()
         found = self._schedule(LogprobForwardStep(self.groups, self.head), packs, forward_only=True)
-        out = torch.zeros(batch.tokens.numel())
+        out = torch.zeros(batch.tokens.numel(), device=batch.device)
         for i, p in enumerate(packs):
             values = torch.zeros(p.rows.numel(), device=self.groups.device)
             if self.groups.is_last_stage:
                 values.copy_(found[i])
-            out[p.token_index] = self.groups.from_last_stage(values).cpu()
+            out[p.token_index] = self.groups.from_last_stage(values).to(batch.device)
         return out
 
     def _pack(self, batch: RolloutBatch) -> list[PackedMicrobatch]:
@@ -155,7 +156,7 @@ class MegatronPolicy:
             parts["replay"] = (stats[1:].sum(0), maxima[1:].max(0).values)
         for part, (row, top) in parts.items():
             metrics |= {f"{part}/{name}": value for name, value in summarize_stats(row, top).items()}
-        for age in range(buckets):
+        for age in range(buckets if self.age_metrics else 0):
             row = summarize_stats(stats[age], maxima[age])
             if row["tokens"] > 0:
                 metrics |= {f"age_{age:02d}/{name}": row[name] for name in PER_AGE}

@@ -129,7 +129,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         age_buckets=3,
         backend="triton" if name.endswith("triton") else "reference",
     )
-    policy = MegatronPolicy(ddp, optimizer, scheduler, groups, head, bin_tokens=SEQ_LENGTH)
+    policy = MegatronPolicy(ddp, optimizer, scheduler, groups, head, bin_tokens=SEQ_LENGTH, age_metrics=True)
     data = groups.data_parallel()
     sampler = ModelSampler(
         unwrap(ddp), groups, vocab_size=shape.vocab_size, max_sequence_length=SEQ_LENGTH, batch_size=7

@@ -1,0 +1,26 @@
+#include "ragged_gather.cuh"
+
+#include "backend.h"
+#include "device_guard.cuh"
+
+namespace megatron_replay::cuda {
+
+void ragged_gather(const RaggedRows& rows, const Queue& queue) {
+    if (rows.rows == 0) return;
+    DeviceGuard guard(queue.device);
+    launch_ragged_gather(rows, queue.stream<cudaStream_t>());
+}
+
+void ragged_scatter(const RaggedRows& rows, const Queue& queue) {
+    if (rows.rows == 0) return;
+    DeviceGuard guard(queue.device);
+    launch_ragged_scatter(rows, queue.stream<cudaStream_t>());
+}
+
+void take_rows(const RowColumns& columns, const Queue& queue) {
+    if (columns.rows == 0) return;
+    DeviceGuard guard(queue.device);
+    launch_take_rows(columns, queue.stream<cudaStream_t>());
+}
+
+}  // namespace megatron_replay::cuda
