@@ -1,5 +1,5 @@
-// The boundary between bindings.cpp and the two backends: threads of the CPU, and the CUDA objects (nvcc), which may
-// be absent. Addresses are of memory that the caller has checked; nothing here keeps any of it.
+// The boundary between bindings.cpp and the two backends: threads of the CPU, and the CUDA objects (nvcc),
+// which may be absent. Addresses are of memory that the caller has checked; nothing here keeps any of it.
 #pragma once
 #include <cstdint>
 
@@ -14,8 +14,8 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
                    int64_t* drawn, int threads);
 void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
                    int64_t* drawn, int threads);
-void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
-                 double eps, double* out);
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count,
+                 double alpha, double eps, double* out);
 void ragged_gather(const RaggedRows& rows, int threads);
 void ragged_scatter(const RaggedRows& rows, int threads);
 void take_rows(const RowColumns& columns);
@@ -43,8 +43,8 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
                    int64_t* drawn, void* workspace, const Queue& queue);
 void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int64_t* slot, double* key_out,
                    int64_t* drawn, const Queue& queue);
-void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
-                 double eps, double* out, const Queue& queue);
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count,
+                 double alpha, double eps, double* out, const Queue& queue);
 void ragged_gather(const RaggedRows& rows, const Queue& queue);
 void ragged_scatter(const RaggedRows& rows, const Queue& queue);
 void take_rows(const RowColumns& columns, const Queue& queue);

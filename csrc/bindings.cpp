@@ -1,5 +1,5 @@
-// Registers the extension's functions. Addresses are of tensors whose dtypes, devices and sizes Python has checked;
-// here the numbers are, and on the CPU the rows that an address is computed from.
+// Registers the extension's functions. Addresses are of tensors whose dtypes, devices and sizes Python has
+// checked; here the numbers are, and on the CPU the rows that an address is computed from.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,13 +16,14 @@ namespace mr = megatron_replay;
 
 namespace {
 
-using WindowArgs = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int64_t>;  // log_weight, uid, slots, head, size
-using KeyArgs = std::tuple<uint64_t, uint32_t, uint32_t>;                        // seed, stream, step
-using DrawnArgs = std::tuple<uintptr_t, uintptr_t, uintptr_t>;                   // slot, key, drawn
-using FieldArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;            // ring, packed, element
-using RowsArgs = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>;             // start, cu, rows, ring_tokens
-using ColumnArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;           // from, to, bytes
-using QueueArgs = std::tuple<int, uintptr_t>;                                    // device, stream
+using WindowArgs =
+    std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int64_t>;        // log_weight, uid, slots, head, size
+using KeyArgs = std::tuple<uint64_t, uint32_t, uint32_t>;               // seed, stream, step
+using DrawnArgs = std::tuple<uintptr_t, uintptr_t, uintptr_t>;          // slot, key, drawn
+using FieldArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;   // ring, packed, element
+using RowsArgs = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>;    // start, cu, rows, ring_tokens
+using ColumnArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;  // from, to, bytes
+using QueueArgs = std::tuple<int, uintptr_t>;                           // device, stream
 
 template <class T>
 T* at(uintptr_t address) {
@@ -32,7 +33,8 @@ T* at(uintptr_t address) {
 mr::DrawWindow window_of(const WindowArgs& args) {
     const auto [log_weight, uid, slots, head, size] = args;
     MR_CHECK(size >= 0 && size <= slots, "size must be in [0, slots], got ", size, " of ", slots);
-    MR_CHECK(head >= 0 && (head < slots || slots == 0), "head must be in [0, slots), got ", head, " of ", slots);
+    MR_CHECK(head >= 0 && (head < slots || slots == 0), "head must be in [0, slots), got ", head, " of ",
+             slots);
     MR_CHECK(size <= INT32_MAX, "size must be below 2^31, got ", size);
     return {at<const double>(log_weight), at<const int64_t>(uid), slots, head, size};
 }
@@ -56,7 +58,8 @@ int64_t checked_repeats(int64_t n) {
 
 mr::RaggedRows rows_of(const FieldArgs& fields, const RowsArgs& args) {
     const auto [start, cu, count, ring_tokens] = args;
-    MR_CHECK(int(fields.size()) <= mr::kMostFields, "fields must be at most ", mr::kMostFields, ", got ", fields.size());
+    MR_CHECK(int(fields.size()) <= mr::kMostFields, "fields must be at most ", mr::kMostFields, ", got ",
+             fields.size());
     mr::RaggedRows rows{};
     for (const auto& [ring, packed, element] : fields)
         rows.field[rows.fields++] = {at<void>(ring), at<void>(packed), static_cast<mr::Element>(element)};
@@ -67,15 +70,16 @@ mr::RaggedRows rows_of(const FieldArgs& fields, const RowsArgs& args) {
     return rows;
 }
 
-// What a CUDA kernel cannot look at without a wait; a row outside the ring would touch memory that is not ours.
+// What a CUDA kernel cannot look at without a wait; a row outside the ring would touch memory that is not
+// ours.
 const mr::RaggedRows& checked_rows(const mr::RaggedRows& rows, int64_t packed_tokens) {
     MR_CHECK(rows.cu[0] == 0, "cu_seqlens must begin with 0, got ", rows.cu[0]);
     for (int64_t i = 0; i < rows.rows; ++i) {
         const int64_t length = int64_t{rows.cu[i + 1]} - rows.cu[i];
         MR_CHECK(length >= 0 && length <= rows.ring_tokens, "cu_seqlens must rise by at most the ring's ",
                  rows.ring_tokens, " tokens, got ", length, " at row ", i);
-        MR_CHECK(rows.start[i] >= 0 && rows.start[i] < rows.ring_tokens, "start must be in [0, ", rows.ring_tokens,
-                 "), got ", rows.start[i], " at row ", i);
+        MR_CHECK(rows.start[i] >= 0 && rows.start[i] < rows.ring_tokens, "start must be in [0, ",
+                 rows.ring_tokens, "), got ", rows.start[i], " at row ", i);
     }
     MR_CHECK(rows.cu[rows.rows] == packed_tokens, "cu_seqlens must end with the ", packed_tokens,
              " packed tokens, got ", rows.cu[rows.rows]);
@@ -83,52 +87,56 @@ const mr::RaggedRows& checked_rows(const mr::RaggedRows& rows, int64_t packed_to
 }
 
 mr::RowColumns columns_of(const ColumnArgs& args, uintptr_t slot, int64_t count) {
-    MR_CHECK(int(args.size()) <= mr::kMostColumns, "columns must be at most ", mr::kMostColumns, ", got ", args.size());
+    MR_CHECK(int(args.size()) <= mr::kMostColumns, "columns must be at most ", mr::kMostColumns, ", got ",
+             args.size());
     mr::RowColumns columns{};
-    for (const auto& [from, to, bytes] : args) columns.column[columns.columns++] = {at<const void>(from), at<void>(to), bytes};
+    for (const auto& [from, to, bytes] : args)
+        columns.column[columns.columns++] = {at<const void>(from), at<void>(to), bytes};
     columns.slot = at<const int64_t>(slot);
     columns.rows = count;
     return columns;
 }
 
-void priority_draw_cpu(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out, int threads) {
+void priority_draw_cpu(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out,
+                       int threads) {
     const mr::DrawWindow w = window_of(window);
     const auto [slot, keys, drawn] = out;
-    mr::cpu::priority_draw(w, key_of(key), checked_draw(w, n), at<int64_t>(slot), at<double>(keys), at<int64_t>(drawn),
-                           threads);
+    mr::cpu::priority_draw(w, key_of(key), checked_draw(w, n), at<int64_t>(slot), at<double>(keys),
+                           at<int64_t>(drawn), threads);
 }
 
 void priority_draw_cuda(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out,
                         uintptr_t workspace, const QueueArgs& queue) {
     const mr::DrawWindow w = window_of(window);
     const auto [slot, keys, drawn] = out;
-    mr::cuda::priority_draw(w, key_of(key), checked_draw(w, n), at<int64_t>(slot), at<double>(keys), at<int64_t>(drawn),
-                            at<void>(workspace), queue_of(queue));
+    mr::cuda::priority_draw(w, key_of(key), checked_draw(w, n), at<int64_t>(slot), at<double>(keys),
+                            at<int64_t>(drawn), at<void>(workspace), queue_of(queue));
 }
 
-void repeated_draw_cpu(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out, int threads) {
+void repeated_draw_cpu(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out,
+                       int threads) {
     const auto [slot, keys, drawn] = out;
-    mr::cpu::repeated_draw(window_of(window), key_of(key), checked_repeats(n), at<int64_t>(slot), at<double>(keys),
-                           at<int64_t>(drawn), threads);
+    mr::cpu::repeated_draw(window_of(window), key_of(key), checked_repeats(n), at<int64_t>(slot),
+                           at<double>(keys), at<int64_t>(drawn), threads);
 }
 
 void repeated_draw_cuda(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out,
                         const QueueArgs& queue) {
     const auto [slot, keys, drawn] = out;
-    mr::cuda::repeated_draw(window_of(window), key_of(key), checked_repeats(n), at<int64_t>(slot), at<double>(keys),
-                            at<int64_t>(drawn), queue_of(queue));
+    mr::cuda::repeated_draw(window_of(window), key_of(key), checked_repeats(n), at<int64_t>(slot),
+                            at<double>(keys), at<int64_t>(drawn), queue_of(queue));
 }
 
-void log_weights_cpu(int priority, uintptr_t advantage, uintptr_t group_std, int64_t count, double alpha, double eps,
-                     uintptr_t out) {
-    mr::cpu::log_weights(static_cast<mr::Priority>(priority), at<const float>(advantage), at<const float>(group_std),
-                         count, alpha, eps, at<double>(out));
+void log_weights_cpu(int priority, uintptr_t advantage, uintptr_t group_std, int64_t count, double alpha,
+                     double eps, uintptr_t out) {
+    mr::cpu::log_weights(static_cast<mr::Priority>(priority), at<const float>(advantage),
+                         at<const float>(group_std), count, alpha, eps, at<double>(out));
 }
 
-void log_weights_cuda(int priority, uintptr_t advantage, uintptr_t group_std, int64_t count, double alpha, double eps,
-                      uintptr_t out, const QueueArgs& queue) {
-    mr::cuda::log_weights(static_cast<mr::Priority>(priority), at<const float>(advantage), at<const float>(group_std),
-                          count, alpha, eps, at<double>(out), queue_of(queue));
+void log_weights_cuda(int priority, uintptr_t advantage, uintptr_t group_std, int64_t count, double alpha,
+                      double eps, uintptr_t out, const QueueArgs& queue) {
+    mr::cuda::log_weights(static_cast<mr::Priority>(priority), at<const float>(advantage),
+                          at<const float>(group_std), count, alpha, eps, at<double>(out), queue_of(queue));
 }
 
 void ragged_gather_cpu(const FieldArgs& fields, const RowsArgs& rows, int64_t packed_tokens, int threads) {
@@ -150,7 +158,8 @@ void ragged_scatter_cuda(const FieldArgs& fields, const RowsArgs& rows, const Qu
 void take_rows_cpu(const ColumnArgs& columns, uintptr_t slot, int64_t count, int64_t slots) {
     const mr::RowColumns c = columns_of(columns, slot, count);
     for (int64_t i = 0; i < count; ++i)
-        MR_CHECK(c.slot[i] >= 0 && c.slot[i] < slots, "slot must be in [0, ", slots, "), got ", c.slot[i], " at row ", i);
+        MR_CHECK(c.slot[i] >= 0 && c.slot[i] < slots, "slot must be in [0, ", slots, "), got ", c.slot[i],
+                 " at row ", i);
     mr::cpu::take_rows(c);
 }
 
@@ -176,17 +185,22 @@ PYBIND11_MODULE(_C, m) {
     m.def("portable_log", &mr::portable_log, arg("x"));
     m.def("draw_workspace_bytes", &mr::draw_workspace_bytes, arg("count"), arg("n"));
 
-    m.def("priority_draw_cpu", &priority_draw_cpu, nogil, arg("window"), arg("key"), arg("n"), arg("out"), arg("threads"));
-    m.def("repeated_draw_cpu", &repeated_draw_cpu, nogil, arg("window"), arg("key"), arg("n"), arg("out"), arg("threads"));
-    m.def("log_weights_cpu", &log_weights_cpu, nogil, arg("priority"), arg("advantage"), arg("group_std"), arg("count"),
-          arg("alpha"), arg("eps"), arg("out"));
-    m.def("ragged_gather_cpu", &ragged_gather_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"), arg("threads"));
-    m.def("ragged_scatter_cpu", &ragged_scatter_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"), arg("threads"));
+    m.def("priority_draw_cpu", &priority_draw_cpu, nogil, arg("window"), arg("key"), arg("n"), arg("out"),
+          arg("threads"));
+    m.def("repeated_draw_cpu", &repeated_draw_cpu, nogil, arg("window"), arg("key"), arg("n"), arg("out"),
+          arg("threads"));
+    m.def("log_weights_cpu", &log_weights_cpu, nogil, arg("priority"), arg("advantage"), arg("group_std"),
+          arg("count"), arg("alpha"), arg("eps"), arg("out"));
+    m.def("ragged_gather_cpu", &ragged_gather_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"),
+          arg("threads"));
+    m.def("ragged_scatter_cpu", &ragged_scatter_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"),
+          arg("threads"));
     m.def("take_rows_cpu", &take_rows_cpu, nogil, arg("columns"), arg("slot"), arg("count"), arg("slots"));
 
     m.def("priority_draw_cuda", &priority_draw_cuda, nogil, arg("window"), arg("key"), arg("n"), arg("out"),
           arg("workspace"), arg("queue"));
-    m.def("repeated_draw_cuda", &repeated_draw_cuda, nogil, arg("window"), arg("key"), arg("n"), arg("out"), arg("queue"));
+    m.def("repeated_draw_cuda", &repeated_draw_cuda, nogil, arg("window"), arg("key"), arg("n"), arg("out"),
+          arg("queue"));
     m.def("log_weights_cuda", &log_weights_cuda, nogil, arg("priority"), arg("advantage"), arg("group_std"),
           arg("count"), arg("alpha"), arg("eps"), arg("out"), arg("queue"));
     m.def("ragged_gather_cuda", &ragged_gather_cuda, nogil, arg("fields"), arg("rows"), arg("queue"));

@@ -21,11 +21,10 @@ std::string joined(const Values&... values) {
 }  // namespace megatron_replay
 
 // MR_CHECK(n >= 0, "count must be at least 0, got ", n): std::invalid_argument, a ValueError in Python.
-#define MR_CHECK(condition, ...)                                                                    \
-    do {                                                                                            \
-        if (!(condition))                                                                           \
-            throw std::invalid_argument(                                                            \
-                megatron_replay::joined(__VA_ARGS__, " (", #condition, ")"));                       \
+#define MR_CHECK(condition, ...)                                                                      \
+    do {                                                                                              \
+        if (!(condition))                                                                             \
+            throw std::invalid_argument(megatron_replay::joined(__VA_ARGS__, " (", #condition, ")")); \
     } while (0)
 
 #ifdef __CUDACC__
@@ -41,12 +40,12 @@ inline const char* hint(cudaError_t status) {
 
 }  // namespace megatron_replay
 
-#define MR_CUDA(call)                                                                               \
-    do {                                                                                            \
-        const cudaError_t status = (call);                                                          \
-        if (status != cudaSuccess)                                                                  \
-            throw megatron_replay::CudaError(megatron_replay::joined(                               \
-                cudaGetErrorName(status), ": ", cudaGetErrorString(status), " in ", #call,          \
-                megatron_replay::hint(status)));                                                    \
+#define MR_CUDA(call)                                                                                        \
+    do {                                                                                                     \
+        const cudaError_t status = (call);                                                                   \
+        if (status != cudaSuccess)                                                                           \
+            throw megatron_replay::CudaError(megatron_replay::joined(cudaGetErrorName(status), ": ",         \
+                                                                     cudaGetErrorString(status), " in ",     \
+                                                                     #call, megatron_replay::hint(status))); \
     } while (0)
 #endif

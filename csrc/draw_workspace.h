@@ -10,8 +10,8 @@ constexpr int kDigitBits = 11;
 constexpr int kBins = 1 << kDigitBits;
 constexpr int kDigits = 6;  // 6 x 11 bits cover a key's 64
 
-// Where the select stands before a digit is looked at: the winners are all keys above `prefix` in the digits so
-// far, and `need` of those that equal it.
+// Where the select stands before a digit is looked at: the winners are all keys above `prefix` in the digits
+// so far, and `need` of those that equal it.
 struct SelectState {
     uint64_t prefix;
     uint32_t need;    // still to be found among the equal ones

@@ -4,10 +4,10 @@
 // the emulator has defined MR_LAUNCH and cudaStream_t
 #else
 #include "check.h"
-#define MR_LAUNCH(kernel, grid, block, stream, ...)           \
-    do {                                                      \
+#define MR_LAUNCH(kernel, grid, block, stream, ...)            \
+    do {                                                       \
         kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__); \
-        MR_CUDA(cudaGetLastError());                          \
+        MR_CUDA(cudaGetLastError());                           \
     } while (0)
 #endif
 

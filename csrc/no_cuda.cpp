@@ -13,13 +13,16 @@ namespace {
 
 const char* architectures() { return ""; }
 int device_count() { missing(); }
-void priority_draw(const DrawWindow&, const DrawKey&, int64_t, int64_t*, double*, int64_t*, void*, const Queue&) {
+void priority_draw(const DrawWindow&, const DrawKey&, int64_t, int64_t*, double*, int64_t*, void*,
+                   const Queue&) {
     missing();
 }
 void repeated_draw(const DrawWindow&, const DrawKey&, int64_t, int64_t*, double*, int64_t*, const Queue&) {
     missing();
 }
-void log_weights(Priority, const float*, const float*, int64_t, double, double, double*, const Queue&) { missing(); }
+void log_weights(Priority, const float*, const float*, int64_t, double, double, double*, const Queue&) {
+    missing();
+}
 void ragged_gather(const RaggedRows&, const Queue&) { missing(); }
 void ragged_scatter(const RaggedRows&, const Queue&) { missing(); }
 void take_rows(const RowColumns&, const Queue&) { missing(); }

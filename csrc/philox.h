@@ -19,8 +19,8 @@ MR_HOST_DEVICE Words4 philox4x32(Words4 counter, uint32_t key0, uint32_t key1) {
     for (int round = 0; round < 10; ++round) {
         const uint64_t p0 = uint64_t{0xD2511F53u} * counter.x;
         const uint64_t p1 = uint64_t{0xCD9E8D57u} * counter.z;
-        counter = {uint32_t(p1 >> 32) ^ counter.y ^ key0, uint32_t(p1),
-                   uint32_t(p0 >> 32) ^ counter.w ^ key1, uint32_t(p0)};
+        counter = {uint32_t(p1 >> 32) ^ counter.y ^ key0, uint32_t(p1), uint32_t(p0 >> 32) ^ counter.w ^ key1,
+                   uint32_t(p0)};
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
@@ -30,7 +30,8 @@ MR_HOST_DEVICE Words4 philox4x32(Words4 counter, uint32_t key0, uint32_t key1) {
 // Four words keyed by (seed, stream) and counted by (a, b, c).
 MR_HOST_DEVICE Words4 random_words(uint64_t seed, uint32_t stream, int64_t a, uint32_t b, uint32_t c) {
     const uint64_t bits = static_cast<uint64_t>(a);
-    return philox4x32({uint32_t(bits), uint32_t(bits >> 32), b, c}, uint32_t(seed), uint32_t(seed >> 32) ^ stream);
+    return philox4x32({uint32_t(bits), uint32_t(bits >> 32), b, c}, uint32_t(seed),
+                      uint32_t(seed >> 32) ^ stream);
 }
 
 // A number in (0, 1) with the first 53 bits of the words.

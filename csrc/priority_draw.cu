@@ -1,7 +1,6 @@
-#include "priority_draw.cuh"
-
 #include "backend.h"
 #include "device_guard.cuh"
+#include "priority_draw.cuh"
 
 namespace megatron_replay::cuda {
 
@@ -25,8 +24,8 @@ void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
     launch_repeated_draw(window, key, n, slot, key_out, drawn, queue.stream<cudaStream_t>());
 }
 
-void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
-                 double eps, double* out, const Queue& queue) {
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count,
+                 double alpha, double eps, double* out, const Queue& queue) {
     if (count == 0) return;
     DeviceGuard guard(queue.device);
     MR_LAUNCH(megatron_replay::log_weights, blocks_for(count, kDrawThreads), kDrawThreads,

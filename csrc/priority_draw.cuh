@@ -1,5 +1,6 @@
 // The n largest keys of a window, by a radix select over their 64-bit order and a merge sort of the winners.
-// Every step is a launch of its own: nothing waits for the device, nothing is allocated, a graph can hold it all.
+// Every step is a launch of its own: nothing waits for the device, nothing is allocated, a graph can hold it
+// all.
 #pragma once
 #include "draw_workspace.h"
 #include "launch.cuh"
@@ -43,7 +44,8 @@ __global__ void __launch_bounds__(kDrawThreads)
 
 // ranks[i] = the ordered key of rollout i, and the histogram of the first digit.
 __global__ void __launch_bounds__(kDrawThreads)
-    rank_keys(DrawWindow window, DrawKey key, uint64_t* __restrict__ ranks, uint32_t* __restrict__ histogram) {
+    rank_keys(DrawWindow window, DrawKey key, uint64_t* __restrict__ ranks,
+              uint32_t* __restrict__ histogram) {
     __shared__ uint32_t bins[kBins];
     clear(bins);
     const int64_t stride = int64_t{gridDim.x} * kDrawThreads;
@@ -60,9 +62,10 @@ __global__ void __launch_bounds__(kDrawThreads)
     add_to(histogram, bins);
 }
 
-// The state after `digit`, from the state before it and the digit's histogram: the bin, counted from the largest,
-// in which the need-th key lies. All threads of all blocks find the same.
-__device__ __forceinline__ SelectState narrowed(SelectState state, int digit, const uint32_t* __restrict__ histogram) {
+// The state after `digit`, from the state before it and the digit's histogram: the bin, counted from the
+// largest, in which the need-th key lies. All threads of all blocks find the same.
+__device__ __forceinline__ SelectState narrowed(SelectState state, int digit,
+                                                const uint32_t* __restrict__ histogram) {
     constexpr int kEach = kBins / kDrawThreads, kWarps = kDrawThreads / 32;
     __shared__ uint32_t warp_sums[kWarps];
     __shared__ SelectState found;
@@ -110,7 +113,8 @@ __global__ void __launch_bounds__(kDrawThreads)
     const int64_t stride = int64_t{gridDim.x} * kDrawThreads;
     for (int64_t i = int64_t{blockIdx.x} * kDrawThreads + threadIdx.x; i < count; i += stride) {
         const uint64_t rank = ranks[i];
-        if (rank != 0 && rank >> shift == state.prefix >> shift) atomicAdd(&bins[digit_of(rank, digit + 1)], 1u);
+        if (rank != 0 && rank >> shift == state.prefix >> shift)
+            atomicAdd(&bins[digit_of(rank, digit + 1)], 1u);
     }
     add_to(histogram + (digit + 1) * kBins, bins);
 }
@@ -118,8 +122,8 @@ __global__ void __launch_bounds__(kDrawThreads)
 // Puts the winners together, in no order: all keys above the last one, and `need` of those that equal it.
 __global__ void __launch_bounds__(kDrawThreads, 4)
     collect(SelectState* states, DrawWindow window, const uint64_t* __restrict__ ranks,
-            const uint32_t* __restrict__ histogram, Winner* __restrict__ winners, uint32_t* __restrict__ taken,
-            int64_t* __restrict__ drawn) {
+            const uint32_t* __restrict__ histogram, Winner* __restrict__ winners,
+            uint32_t* __restrict__ taken, int64_t* __restrict__ drawn) {
     const SelectState state = narrowed(states[kDigits - 1], kDigits - 1, histogram + (kDigits - 1) * kBins);
     if (blockIdx.x == 0 && threadIdx.x == 0) *drawn = state.drawn;
     if (state.drawn == 0) return;
@@ -143,7 +147,8 @@ __global__ void __launch_bounds__(kDrawThreads, 4)
 }
 
 // Sorts runs of kRun winners, one a block (bitonic, the missing ones of the last run behind all others).
-__global__ void __launch_bounds__(kDrawThreads) sort_runs(Winner* __restrict__ winners, const int64_t* drawn) {
+__global__ void __launch_bounds__(kDrawThreads)
+    sort_runs(Winner* __restrict__ winners, const int64_t* drawn) {
     __shared__ Winner run[kRun];
     const int64_t first = int64_t{blockIdx.x} * kRun, count = *drawn;
     if (first >= count) return;
@@ -168,7 +173,8 @@ __global__ void __launch_bounds__(kDrawThreads) sort_runs(Winner* __restrict__ w
 
 // Merges neighbouring sorted runs of `width`: a winner's place is its own rank and its rank in the other run.
 __global__ void __launch_bounds__(kDrawThreads)
-    merge_runs(const Winner* __restrict__ runs, Winner* __restrict__ merged, int64_t width, const int64_t* drawn) {
+    merge_runs(const Winner* __restrict__ runs, Winner* __restrict__ merged, int64_t width,
+               const int64_t* drawn) {
     const int64_t count = *drawn, stride = int64_t{gridDim.x} * kDrawThreads;
     for (int64_t i = int64_t{blockIdx.x} * kDrawThreads + threadIdx.x; i < count; i += stride) {
         const int64_t own = i / width * width, pair = i / (2 * width) * (2 * width);
@@ -188,9 +194,8 @@ __global__ void __launch_bounds__(kDrawThreads)
     }
 }
 
-__global__ void __launch_bounds__(kDrawThreads)
-    emit(const Winner* __restrict__ winners, const int64_t* drawn, int64_t* __restrict__ slot,
-         double* __restrict__ key) {
+__global__ void __launch_bounds__(kDrawThreads) emit(const Winner* __restrict__ winners, const int64_t* drawn,
+                                                     int64_t* __restrict__ slot, double* __restrict__ key) {
     const int64_t count = *drawn, stride = int64_t{gridDim.x} * kDrawThreads;
     for (int64_t i = int64_t{blockIdx.x} * kDrawThreads + threadIdx.x; i < count; i += stride) {
         slot[i] = winners[i].slot;
@@ -200,8 +205,8 @@ __global__ void __launch_bounds__(kDrawThreads)
 
 // Draw j, one a block: the largest key of repeat j.
 __global__ void __launch_bounds__(kDrawThreads)
-    draw_repeats(DrawWindow window, DrawKey key, int64_t n, int64_t* __restrict__ slots, double* __restrict__ keys,
-                 int64_t* __restrict__ drawn) {
+    draw_repeats(DrawWindow window, DrawKey key, int64_t n, int64_t* __restrict__ slots,
+                 double* __restrict__ keys, int64_t* __restrict__ drawn) {
     constexpr int kWarps = kDrawThreads / 32;
     __shared__ Winner warp_best[kWarps];
     for (int64_t repeat = blockIdx.x; repeat < n; repeat += gridDim.x) {
@@ -215,7 +220,8 @@ __global__ void __launch_bounds__(kDrawThreads)
             if (before(candidate, best)) best = candidate;
         }
         for (int d = 16; d > 0; d >>= 1) {
-            const Winner other{__shfl_xor_sync(0xFFFFFFFFu, best.rank, d), __shfl_xor_sync(0xFFFFFFFFu, best.uid, d),
+            const Winner other{__shfl_xor_sync(0xFFFFFFFFu, best.rank, d),
+                               __shfl_xor_sync(0xFFFFFFFFu, best.uid, d),
                                __shfl_xor_sync(0xFFFFFFFFu, best.slot, d)};
             if (before(other, best)) best = other;
         }
@@ -248,11 +254,13 @@ inline void launch_priority_draw(DrawWindow window, DrawKey key, int64_t n, int6
                                  int64_t* drawn, void* memory, cudaStream_t stream) {
     const DrawWorkspace w = draw_workspace(memory, window.count, n);
     const unsigned grid = blocks_for(window.count, kDrawThreads), winners_grid = blocks_for(n, kDrawThreads);
-    MR_LAUNCH(start_draw, blocks_for(kCounters, kDrawThreads), kDrawThreads, stream, w.histogram, w.state, uint32_t(n));
+    MR_LAUNCH(start_draw, blocks_for(kCounters, kDrawThreads), kDrawThreads, stream, w.histogram, w.state,
+              uint32_t(n));
     MR_LAUNCH(rank_keys, grid, kDrawThreads, stream, window, key, w.ranks, w.histogram);
     for (int digit = 0; digit + 1 < kDigits; ++digit)
         MR_LAUNCH(narrow, grid, kDrawThreads, stream, w.state, digit, w.ranks, window.count, w.histogram);
-    MR_LAUNCH(collect, grid, kDrawThreads, stream, w.state, window, w.ranks, w.histogram, w.winners, w.taken, drawn);
+    MR_LAUNCH(collect, grid, kDrawThreads, stream, w.state, window, w.ranks, w.histogram, w.winners, w.taken,
+              drawn);
     Winner *from = w.winners, *to = w.merged;
     // as many blocks as runs: a block of a run that nobody needs ends at once
     MR_LAUNCH(sort_runs, unsigned(n < kRun ? 1 : (n + kRun - 1) / kRun), kDrawThreads, stream, from, drawn);

@@ -1,5 +1,5 @@
-// The n largest keys of a window on a CPU. A key takes two logarithms; most rollouts are ruled out by an upper
-// bound of theirs that takes none, and is computed for many rollouts at once.
+// The n largest keys of a window on a CPU. A key takes two logarithms; most rollouts are ruled out by an
+// upper bound of theirs that takes none, and is computed for many rollouts at once.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -27,19 +27,21 @@ constexpr float kAll = std::numeric_limits<float>::infinity();
 
 // word[i] = the first random word of rollout i.
 void first_words_plain(const int64_t* uid, int64_t count, const DrawKey& key, uint32_t* word) {
-    for (int64_t i = 0; i < count; ++i) word[i] = random_words(key.seed, key.stream, uid[i], key.step, key.repeat).x;
+    for (int64_t i = 0; i < count; ++i)
+        word[i] = random_words(key.seed, key.stream, uid[i], key.step, key.repeat).x;
 }
 
 #if defined(__x86_64__)
-// The same, four rollouts at once, one in each 64-bit lane: the multiplication reads the low halves alone, so that
-// what the exclusive ors leave in the high ones does no harm. Compilers do not find this by themselves.
+// The same, four rollouts at once, one in each 64-bit lane: the multiplication reads the low halves alone, so
+// that what the exclusive ors leave in the high ones does no harm. Compilers do not find this by themselves.
 __attribute__((target("avx2"))) void first_words_avx2(const int64_t* uid, int64_t count, const DrawKey& key,
                                                       uint32_t* word) {
     const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
     const __m256i low_halves = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
     const int64_t whole = count / 4 * 4;
     for (int64_t i = 0; i < whole; i += 4) {
-        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(uid + i)), y = _mm256_srli_epi64(x, 32);
+        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(uid + i)),
+                y = _mm256_srli_epi64(x, 32);
         __m256i z = _mm256_set1_epi64x(key.step), w = _mm256_set1_epi64x(key.repeat);
         uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32) ^ key.stream;
         for (int round = 0; round < 10; ++round) {
@@ -68,8 +70,9 @@ void first_words(const int64_t* uid, int64_t count, const DrawKey& key, uint32_t
 
 // bound[i] >= key of rollout i, within 0.07 of it for a large key; kNever where it cannot be drawn.
 //
-// key = log w - log(-log u), and -log u >= 1 - u >= v 2^-24 with v the first 24 bits of 1 - u. The bits of the float v
-// read as an integer are 2^23 (127 + e + f) for v = 2^e (1 + f), and e + f <= log2 v: a logarithm from below for free.
+// key = log w - log(-log u), and -log u >= 1 - u >= v 2^-24 with v the first 24 bits of 1 - u. The bits of
+// the float v read as an integer are 2^23 (127 + e + f) for v = 2^e (1 + f), and e + f <= log2 v: a logarithm
+// from below for free.
 MR_VECTORIZED void bounds_from(const double* log_weight, const uint32_t* word, int64_t count, float* bound) {
     constexpr float kLog2 = 0.693147182f;
     constexpr float kSlack = 1e-3f;  // above all roundings here, which are relative to at most 2^11
@@ -85,7 +88,8 @@ MR_VECTORIZED void bounds_from(const double* log_weight, const uint32_t* word, i
     }
 }
 
-void key_bounds(const double* log_weight, const int64_t* uid, int64_t count, const DrawKey& key, float* bound) {
+void key_bounds(const double* log_weight, const int64_t* uid, int64_t count, const DrawKey& key,
+                float* bound) {
     constexpr int64_t kBlock = 1024;
     uint32_t word[kBlock];
     for (int64_t first = 0; first < count; first += kBlock) {
@@ -108,7 +112,8 @@ int bin_of(float bound) {
 // The two straight parts of a ring window: body(first rollout, first slot, rollouts).
 template <class Body>
 void for_parts(const DrawWindow& window, int64_t first, int64_t last, const Body& body) {
-    const int64_t turn = std::clamp(window.slots - window.head, first, last);  // the first rollout after the wrap
+    const int64_t turn =
+        std::clamp(window.slots - window.head, first, last);  // the first rollout after the wrap
     if (first < turn) body(first, window.head + first, turn - first);
     if (turn < last) body(turn, window.head + turn - window.slots, last - turn);
 }
@@ -120,7 +125,8 @@ void bounds_of(const DrawWindow& window, const DrawKey& key, int64_t first, int6
 }
 
 // key[i] of a log-weight that can be drawn.
-MR_VECTORIZED void keys_from(const double* log_weight, const int64_t* uid, int64_t count, DrawKey key, double* out) {
+MR_VECTORIZED void keys_from(const double* log_weight, const int64_t* uid, int64_t count, DrawKey key,
+                             double* out) {
     for (int64_t i = 0; i < count; ++i) out[i] = priority_key(log_weight[i], uid[i], key);
 }
 
@@ -184,8 +190,8 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
         histogram[thread].resize(kBins);
         for (int64_t i = first; i < last; ++i) ++histogram[thread][bin_of(bound[i])];
     });
-    // the fewest bins from the top that hold n rollouts, and an eighth more: with those the n-th key is mostly above
-    // the last bin's edge, and nobody below it need be looked at again
+    // the fewest bins from the top that hold n rollouts, and an eighth more: with those the n-th key is
+    // mostly above the last bin's edge, and nobody below it need be looked at again
     const int64_t wanted = n + n / 8 + 16;
     const int never = bin_of(kNever);
     int64_t seen = 0;
@@ -246,9 +252,10 @@ void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
     *drawn = n;
 }
 
-void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count, double alpha,
-                 double eps, double* out) {
-    for (int64_t i = 0; i < count; ++i) out[i] = log_weight_of(priority, advantage[i], group_std[i], alpha, eps);
+void log_weights(Priority priority, const float* advantage, const float* group_std, int64_t count,
+                 double alpha, double eps, double* out) {
+    for (int64_t i = 0; i < count; ++i)
+        out[i] = log_weight_of(priority, advantage[i], group_std[i], alpha, eps);
 }
 
 }  // namespace megatron_replay::cpu

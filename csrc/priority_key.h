@@ -36,7 +36,8 @@ enum class Priority : int { kAbsAdvantage = 0, kGroupStd = 1, kUniform = 2 };
 MR_HOST_DEVICE bool drawable(double log_weight) { return log_weight >= -DBL_MAX && log_weight <= DBL_MAX; }
 
 // log of (|advantage| + eps)^alpha, of the group's std, or of 1; -inf where that cannot be drawn.
-MR_HOST_DEVICE double log_weight_of(Priority priority, float advantage, float group_std, double alpha, double eps) {
+MR_HOST_DEVICE double log_weight_of(Priority priority, float advantage, float group_std, double alpha,
+                                    double eps) {
     if (priority == Priority::kUniform) return 0.0;
     const bool by_std = priority == Priority::kGroupStd;
     const double base = by_std ? double(group_std) : fabs(double(advantage)) + eps;

@@ -7,7 +7,11 @@
 namespace megatron_replay {
 
 // What one token is on either side. Ids are stored narrow and trained on wide.
-enum class Element : int { kByte = 0, kWord = 1, kIdOfWord = 2 };  // 1 and 1, 4 and 4, 4 (ring) and 8 (packed) bytes
+enum class Element : int {
+    kByte = 0,
+    kWord = 1,
+    kIdOfWord = 2
+};  // 1 and 1, 4 and 4, 4 (ring) and 8 (packed) bytes
 
 // One token field: ring [ring_tokens] and packed [cu[rows]].
 struct RaggedField {
@@ -47,8 +51,7 @@ struct RowColumns {
 struct Pieces {
     int64_t packed, ring, first, second;  // the second piece begins at ring offset 0
 
-    MR_HOST_DEVICE Pieces(const RaggedRows& rows, int64_t row)
-        : packed(rows.cu[row]), ring(rows.start[row]) {
+    MR_HOST_DEVICE Pieces(const RaggedRows& rows, int64_t row) : packed(rows.cu[row]), ring(rows.start[row]) {
         const int64_t length = rows.cu[row + 1] - packed, room = rows.ring_tokens - ring;
         first = length < room ? length : room;
         second = length - first;

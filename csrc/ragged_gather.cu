@@ -1,7 +1,6 @@
-#include "ragged_gather.cuh"
-
 #include "backend.h"
 #include "device_guard.cuh"
+#include "ragged_gather.cuh"
 
 namespace megatron_replay::cuda {
 

@@ -14,11 +14,11 @@ struct alignas(sizeof(T) * V) Vector {
     T at[V];
 };
 
-// to[i] = from[i], 0 <= i < count, by `lanes` threads. Stores of 16 bytes on the wider side; loads as wide where
-// both sides are aligned alike, else by element, which the cache puts together again.
+// to[i] = from[i], 0 <= i < count, by `lanes` threads. Stores of 16 bytes on the wider side; loads as wide
+// where both sides are aligned alike, else by element, which the cache puts together again.
 template <class To, class From>
-__device__ __forceinline__ void copy(To* __restrict__ to, const From* __restrict__ from, int64_t count, int lane,
-                                     int lanes) {
+__device__ __forceinline__ void copy(To* __restrict__ to, const From* __restrict__ from, int64_t count,
+                                     int lane, int lanes) {
     constexpr int kWide = 16 / int(sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
     using Store = Vector<To, kWide>;
     using Load = Vector<From, kWide>;

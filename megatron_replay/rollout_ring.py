@@ -78,13 +78,10 @@ class RolloutRing:
         for name, rows in self.rows.items():
             source = log_weight if name == "log_weight" else getattr(on_device, name)
             _write(rows, first, source)
-        for name, source in (
-            ("start", start),
-            ("length", lengths),
-            ("uid", batch.uid),
-            ("birth_step", batch.birth_step),
-        ):
-            _write(self.ledger[name], first, source)
+        known = {"start": start, "length": lengths, "uid": batch.uid, "birth_step": batch.birth_step}
+        for name, ledger in self.ledger.items():
+            if ledger is not self.rows.get(name):
+                _write(ledger, first, known[name])
         self.size += count
         self.tail = (self.tail + int(cu[-1])) % self.tokens
 
@@ -98,14 +95,16 @@ class RolloutRing:
     def gather(self, slots: Tensor, after: RolloutBatch | None = None) -> RolloutBatch:
         """The rollouts of slots [m] int64 (repeats allowed), packed behind those of `after`, in one allocation."""
         on_host = slots.cpu()
-        after = RolloutBatch.empty() if after is None else after
-        own = cumulative(self.ledger["length"][on_host])
-        n, t = len(after), after.tokens.numel()
-        cu = cumulative(torch.cat([after.lengths.cpu(), own.diff().long()]))
+        lengths = self.ledger["length"][on_host]
+        own = cu = cumulative(lengths)
+        n = t = 0
+        if after is not None:
+            n, t = len(after), after.tokens.numel()
+            cu = cumulative(torch.cat([after.lengths.cpu(), lengths]))
         total, count = int(cu[-1]), n + slots.numel()
         packed = {name: torch.empty(total, dtype=dtype, device=self.device) for name, dtype in TOKEN_DTYPES.items()}
         rows = {name: torch.empty(count, dtype=dtype, device=self.device) for name, dtype in ROLLOUT_DTYPES.items()}
-        if n:
+        if after is not None:
             for name, x in packed.items():
                 x[:t] = getattr(after, name)
             for name, x in rows.items():

@@ -64,7 +64,10 @@ def step_metrics(
 
 
 def draw_metrics(draw: Draw, step: int, group: DataParallelGroup) -> dict[str, float | str]:
-    """Size, ages and identity of one draw. `draw_hash` does not depend on the layout or the order of the draw."""
+    """Size, ages and identity of one draw. `draw_hash` does not depend on the layout or the order of the draw.
+
+    The batch's fresh rollouts have age 0 and change nothing here.
+    """
     age = (step - draw.batch.birth_step).double()
     total = float(group.sum(age.sum().reshape(1)))
     oldest = int(group.max(torch.tensor([int(age.max()) if len(age) else 0])))
@@ -72,6 +75,7 @@ def draw_metrics(draw: Draw, step: int, group: DataParallelGroup) -> dict[str, f
     return {
         "replay/draw_size": float(size),
         "replay/draw_requested": float(draw.requested),
+        "replay/moved": float(draw.moved),
         "replay/age_mean": total / max(1, size),
         "replay/age_max": float(oldest),
         "replay/draw_hash": hashlib.sha256(draw.uids.sort().values.numpy().tobytes()).hexdigest()[:16],

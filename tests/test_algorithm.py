@@ -70,10 +70,16 @@ def one_correct(completions: Sequence[Completion]) -> list[float | None]:
     return [float(c.uid % GROUP == 1 and c.prompt.counter % PROMPTS != 0) for c in completions]
 
 
-def run(steps: int = 6, reward: Any = one_correct, engine: ListEngine | None = None, **changes: Any) -> Any:
+def run(
+    steps: int = 6,
+    reward: Any = one_correct,
+    engine: ListEngine | None = None,
+    policy: ListPolicy | None = None,
+    **changes: Any,
+) -> Any:
     replay = ReplayConfig(**({"warmup_steps": 2, "tau_max": 2} | changes.pop("replay", {})))
     config = GrpoConfig(train_iters=steps, prompts_per_step=PROMPTS, group_size=GROUP, replay=replay, **changes)
-    policy, engine, rows = ListPolicy(), engine or ListEngine(), []
+    policy, engine, rows = policy or ListPolicy(), engine or ListEngine(), []
     group = DataParallelGroup()
     buffer = RolloutReplayBuffer(replay, seed=3, arena_tokens=4096, group=group)
     replay_grpo(
@@ -251,3 +257,31 @@ def test_bad_settings_name_field_and_value(changes: dict[str, Any], words: str) 
 def test_bad_replay_settings_name_field_and_value(name: str, value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ReplayConfig(**{name: value})
+
+
+class DriftingPolicy(ListPolicy):
+    """Reports the effective sample size of an update's replayed rollouts, as the trainer does: 0 where there are none."""
+
+    def train(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        replayed = bool((batch.birth_step < step).any())
+        return super().train(batch, step) | {"replay/ess": 0.25 if replayed else 0.0}
+
+
+def test_the_ess_floor_draws_less_once_replayed_ratios_have_drifted() -> None:
+    _, _, _, rows = run(policy=DriftingPolicy(), replay={"ess_floor": 0.5})
+    assert [r["replay/draw_size"] for r in rows] == [0, 0, 6, 3, 2, 1]
+    assert [r["replay/draw_requested"] for r in rows] == [0, 0, 6, 6, 6, 6]
+    assert [r["replay/draw_scale"] for r in rows] == [1, 1, 1, 0.5, 0.25, 0.125]
+    _, _, _, rows = run(policy=DriftingPolicy())
+    assert [r["replay/draw_size"] for r in rows] == [0, 0, 6, 6, 6, 6]
+
+
+def test_importance_weights_reach_the_policy_on_replayed_rollouts_alone() -> None:
+    policy, _, _, _ = run(replay={"importance_beta": 1.0, "priority_alpha": 1.0})
+    for step, batch in policy.batches:
+        replayed = batch.birth_step < step
+        weight, size = batch.importance_weight, batch.advantage.abs() + 1e-6
+        assert bool((weight[~replayed] == 1).all())
+        if step >= 2:
+            assert torch.allclose(weight[replayed], size[replayed].min() / size[replayed], rtol=1e-5)
+            assert weight[replayed].unique().numel() > 1

@@ -14,7 +14,6 @@ from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from tests.rollouts import batch
 
-
 LENGTHS = [(2, 3), (1, 1), (4, 2)] * 4
 
 

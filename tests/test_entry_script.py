@@ -128,7 +128,7 @@ def assert_same_steps(rows: list[dict[str, Any]], expected: list[dict[str, Any]]
 
 
 def test_a_data_parallel_run_reshards_and_loses_nothing(tmp_path: Path) -> None:
-    """DP2 x TP2, distributed optimizer: two shards with different rollouts, from which one rank goes on."""
+    """DP2 x TP2, distributed optimizer: two shards with different rollouts, from which one rank goes on, and four."""
     more = ("--train-iters", 6, "--save-interval", 4, "--use-distributed-optimizer")
     torchrun(4, EXAMPLE, *flags(tmp_path / "dp2", *more))
     checkpoints = tmp_path / "dp2" / "checkpoints"
@@ -143,11 +143,15 @@ def test_a_data_parallel_run_reshards_and_loses_nothing(tmp_path: Path) -> None:
     assert 0 < alive < len(uids[0] | uids[1])
 
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
-    one = ("--load", checkpoints, "--tensor-model-parallel-size", 1)
-    torchrun(1, EXAMPLE, *flags(tmp_path / "tp1", *more, *one))
-    rows = read_metrics(tmp_path / "tp1")
-    assert rows[0]["replay/size"] == alive
-    assert_same_steps(rows, read_metrics(tmp_path / "dp2")[4:])
+    for ranks in (1, 4):
+        on_other = ("--load", checkpoints, "--save", tmp_path / f"new{ranks}", "--tensor-model-parallel-size", 1)
+        torchrun(ranks, EXAMPLE, *flags(tmp_path / f"dp{ranks}", *more, *on_other))
+        rows = read_metrics(tmp_path / f"dp{ranks}")
+        assert rows[0]["replay/size"] == alive
+        assert_same_steps(rows, read_metrics(tmp_path / "dp2")[4:])
+    saved = sorted((tmp_path / "new4" / "iter_0000006").glob("replay_buffer_*"))
+    uids = [set(load_file(x)["uid"].tolist()) for x in saved]
+    assert len(uids) == 4 and all(uids) and len(set.union(*uids)) == sum(map(len, uids))
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_resumes_in_the_next(tmp_path: Path) -> None:

@@ -94,13 +94,17 @@ def test_a_relative_interpreter_is_found_from_the_callers_folder(tmp_path: Path)
 
 def test_its_limits_end_it_within_ten_minutes_and_its_scripts_exist() -> None:
     found = steps()
-    assert [s.name for s in found] == ["environment", "build", "gpu_tests", "kernel_report", "benchmark_loss"]
+    benchmarks = ["benchmark_loss", "benchmark_buffer"]
+    assert [s.name for s in found] == ["environment", "build", "gpu_tests", "kernel_report", *benchmarks]
     assert sum(s.timeout for s in found) < LIMIT
     for step in found:
         for script in re.findall(r"\S+\.py\b", step.command):
             assert list(ROOT.glob(script)), script
-    assert "--quick" in found[-1].command and "--tune" not in found[-1].command
-    assert "--tune" in steps("--full")[-1].command
+    loss, buffer = found[-2:]
+    assert "--quick" in loss.command and "--tune" not in loss.command
+    assert "--quick" in buffer.command and "--device cuda" in buffer.command
+    full = {s.name: s.command for s in steps("--full")}
+    assert "--tune" in full["benchmark_loss"] and full["benchmark_buffer"] == buffer.command
 
 
 def files_of_the_check() -> set[Path]:

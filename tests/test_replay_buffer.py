@@ -14,6 +14,7 @@ from megatron_replay.config import ReplayConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import TOKEN_FIELDS, RolloutBatch
+from tests.plain_buffer import PlainBuffer, Row
 from tests.rollouts import batch
 from tests.shards import run_ranks
 
@@ -148,6 +149,150 @@ def test_draws_do_not_depend_on_the_sharding(shards: int, with_replacement: bool
             mine = iter(uids)
             assert all(any(u == v for v in mine) for u in rank[step][1])
     assert len(set(alone[5][0])) < 9 if with_replacement else len(alone[5][0]) == 9
+
+
+def test_fresh_rollouts_come_first_and_are_left_as_they_are() -> None:
+    b = buffer()
+    b.push(rows(6, 0))
+    fresh = rows(3, 1)
+    alone, beside = b.draw(4, 1), b.draw(4, 1, fresh)
+    assert torch.equal(beside.uids, alone.uids) and beside.moved == 0
+    assert same(beside.batch, RolloutBatch.cat([fresh, alone.batch]))
+    assert same(b.draw(0, 1, fresh).batch, fresh)
+
+
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_winners_move_to_the_ranks_with_few_tokens_and_arrive_whole(with_replacement: bool) -> None:
+    """All rollouts lie on rank 0, and the fresh ones too: ranks 1 and 2 train what was drawn."""
+    stored = batch([(2, 3), (1, 6), (4, 1), (2, 2), (3, 9), (1, 1)])
+    fresh = [rows(9, 1), RolloutBatch.empty(), RolloutBatch.empty()]
+
+    def body(group: DataParallelGroup) -> Any:
+        b = buffer(group=group, with_replacement=with_replacement, importance_beta=0.7, priority_alpha=1.0)
+        if group.rank == 0:
+            b.push(stored)
+        return b.draw(5, 1, fresh[group.rank])
+
+    draws = run_ranks(3, body)
+    single = buffer(with_replacement=with_replacement, importance_beta=0.7, priority_alpha=1.0)
+    single.push(stored)
+    expected = single.draw(5, 1)
+    assert all(torch.equal(d.uids, expected.uids) and d.moved == 5 for d in draws)
+    assert same(draws[0].batch, fresh[0])
+    assert all(len(d.batch) for d in draws[1:])
+    seen = []
+    for d in draws[1:]:
+        for i in range(len(d.batch)):
+            one = d.batch.select(torch.tensor([i]))
+            twin = expected.batch.select((expected.batch.uid == one.uid).nonzero()[0])
+            assert same(one, twin), "with its importance weight"
+            seen.append(int(one.uid))
+        order = [expected.uids.tolist().index(u) for u in d.batch.uid.tolist()]
+        assert order == sorted(order), "in the order of the draw"
+    assert sorted(seen) == sorted(expected.uids.tolist())
+
+
+def test_a_rank_that_cannot_draw_ends_the_draw_on_all() -> None:
+    def body(group: DataParallelGroup) -> str:
+        b = buffer(group=group, tau_max=2)
+        b.push(rows(2, group.rank * 3, first=10 * group.rank))
+        with pytest.raises(RuntimeError) as error:
+            b.draw(1, 3)  # rank 0 forgot to evict
+        return str(error.value)
+
+    first, second = run_ranks(2, body)
+    assert first == "evict(3) must run before draw: a rollout of age 3 is stored"
+    assert second == "data-parallel rank 0 cannot draw; its own error says why"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_importance_weights_are_those_of_prioritized_replay(shards: int) -> None:
+    """(N P(i))^-beta over the largest of the draw, times what the rollout's weight was."""
+    beta, stored = 0.6, rows(6, 0).replace(importance_weight=torch.full((6,), 0.5))
+    p = (stored.advantage.abs().double() + 1e-6) / (stored.advantage.abs().double() + 1e-6).sum()
+    fresh = rows(2, 1)
+
+    def body(group: DataParallelGroup) -> Any:
+        b = buffer(group=group, priority_alpha=1.0, importance_beta=beta)
+        b.push(stored.select(stored.group_ids % group.size == group.rank))
+        return b.draw(4, 1, fresh if group.rank == 0 else None)
+
+    draws = run_ranks(shards, body)
+    per = {u: float((6 * p[u]) ** -beta) for u in draws[0].uids.tolist()}
+    for d in draws:
+        for uid, weight in zip(d.batch.uid.tolist(), d.batch.importance_weight.tolist(), strict=True):
+            expected = 0.5 * per[uid] / max(per.values()) if uid in per else 1.0
+            assert weight == pytest.approx(expected, rel=1e-6)
+    assert sorted(u for d in draws for u in d.batch.uid.tolist() if u < 100) == sorted(per)
+
+
+def test_beyond_the_paper_is_off_by_default() -> None:
+    c = ReplayConfig()
+    assert (c.importance_beta, c.ess_floor, c.age_metrics, c.with_replacement) == (0, 0, False, False)
+    b = buffer()
+    b.push(rows(4, 0))
+    assert b.draw(4, 1).batch.importance_weight.tolist() == [1] * 4
+    for bad in ({"importance_beta": 1.5}, {"ess_floor": 1.0}, {"ess_floor": 0.5, "composition": "pool"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(bad))} must be"):
+            ReplayConfig(**bad)
+
+
+def test_the_ess_floor_shrinks_the_draw_and_the_scale_is_saved() -> None:
+    b = buffer(ess_floor=0.8)
+    b.push(rows(20, 0))
+    b.draw_size.observe(0.2)
+    draw = b.draw(16, 1)
+    assert (len(draw.batch), draw.requested, b.metrics(1)["replay/draw_scale"]) == (4, 16, 0.25)
+    other = buffer(ess_floor=0.8)
+    other.load_state_dict([b.state_dict()])
+    assert other.draw(16, 1).uids.tolist() == draw.uids.tolist()
+
+
+def test_uids_need_not_rise() -> None:
+    b = buffer()
+    b.push(rows(3, 0, first=50))
+    b.push(rows(3, 0, first=10))
+    with pytest.raises(ValueError, match="uid must be stored once, got uid 51"):
+        b.push(rows(1, 0, first=51))
+    assert sorted(b.state_dict()["uid"].tolist()) == [10, 11, 12, 50, 51, 52]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_both_backends_store_and_draw_the_same(backend: str) -> None:
+    b = RolloutReplayBuffer(ReplayConfig(capacity=9, tau_max=4), seed=7, arena_tokens=40, backend=backend)
+    plain = buffer(40, capacity=9, tau_max=4)
+    for step in range(8):
+        for x in (b, plain):
+            x.evict(step)
+            x.push(batch([(1 + step % 3, 2), (2, 3), (1, 1)], birth_step=step, first_counter=10 * step, seed=step))
+        ours, theirs = b.draw(5, step), plain.draw(5, step)
+        assert torch.equal(ours.uids, theirs.uids) and same(ours.batch, theirs.batch)
+
+
+@pytest.mark.slow
+def test_a_million_rollouts() -> None:
+    n, each = 1_000_000, 50_000
+    b = RolloutReplayBuffer(ReplayConfig(capacity=n, tau_max=100), seed=1, arena_tokens=3 * n)
+    for step in range(22):
+        uid = torch.arange(step * each, (step + 1) * each)
+        b.push(
+            RolloutBatch(
+                tokens=uid.repeat_interleave(3),
+                loss_mask=torch.ones(3 * each, dtype=torch.bool),
+                behavior_logprobs=torch.zeros(3 * each),
+                cu_seqlens=torch.arange(0, 3 * each + 1, 3, dtype=torch.int32),
+                advantage=torch.randn(each),
+                birth_step=torch.full((each,), step),
+                uid=uid,
+                group_ids=uid,
+                prompt_id=uid,
+                **dict.fromkeys(("reward", "group_std", "importance_weight"), torch.ones(each)),
+            )
+        )
+    assert len(b) == n and b.counters["evicted_by_capacity"] == 2 * each
+    draw = b.draw(4096, 22)
+    assert draw.uids.unique().numel() == 4096 and int(draw.uids.min()) >= 2 * each
+    assert torch.equal(draw.batch.tokens, draw.uids.repeat_interleave(3))
 
 
 def test_reload_on_any_number_of_shards_keeps_the_union_and_the_next_draw() -> None:
@@ -328,23 +473,6 @@ def test_empty_and_degenerate_draws() -> None:
     assert len(b.draw(3, 0).batch) == 0, "no weight above 0: nothing can be drawn"
 
 
-class ListModel:
-    """The buffer in plain Python."""
-
-    def __init__(self, capacity: int, arena: int, tau_max: int) -> None:
-        self.capacity, self.arena, self.tau_max = capacity, arena, tau_max
-        self.rows: list[tuple[int, int, list[int]]] = []  # uid, birth_step, tokens
-
-    def push(self, new: list[tuple[int, int, list[int]]]) -> None:
-        for row in new:
-            while len(self.rows) >= self.capacity or sum(len(t) for *_, t in self.rows) + len(row[2]) > self.arena:
-                self.rows.pop(0)
-            self.rows.append(row)
-
-    def evict(self, step: int) -> None:
-        self.rows = [r for r in self.rows if step - r[1] <= self.tau_max]
-
-
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), max_size=6)),
@@ -357,39 +485,40 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(OPERATIONS, st.integers(1, 9), st.integers(12, 60))
-def test_any_sequence_of_operations_equals_a_list(operations: Any, capacity: int, arena: int) -> None:
-    b, model = buffer(arena, capacity=capacity, tau_max=2), ListModel(capacity, arena, 2)
+@given(OPERATIONS, st.integers(1, 9), st.integers(12, 60), st.integers(0, 2**64 - 1))
+def test_any_sequence_of_operations_equals_plain_python(
+    operations: Any, capacity: int, arena: int, seed: int
+) -> None:
+    config = ReplayConfig(capacity=capacity, tau_max=2)
+
+    def new() -> RolloutReplayBuffer:
+        return RolloutReplayBuffer(config, seed=seed, arena_tokens=arena)
+
+    b = new()
+    model = PlainBuffer(capacity, arena, config.tau_max, config.priority_alpha, config.priority_eps, seed)
     step = counter = 0
     for name, value in operations:
         if name == "push":
             source = batch(value, birth_step=step, first_counter=counter)
             counter += len(value)
-            cu = source.cu_seqlens.tolist()
             b.push(source)
-            model.push(
-                [
-                    (u, step, source.tokens[i:j].tolist())
-                    for u, i, j in zip(source.uid.tolist(), cu, cu[1:], strict=False)
-                ]
-            )
+            model.push(as_rows(source))
         elif name == "step":
             step += value
             b.evict(step)
             model.evict(step)
         elif name == "reload":
-            other = buffer(arena, capacity=capacity, tau_max=2)
-            other.load_state_dict([b.state_dict()])
-            b = other
+            saved, b = b.state_dict(), new()
+            b.load_state_dict([saved])
         else:
             draw = b.draw(value, step)
-            alive = {u: t for u, _, t in model.rows}
-            uids = draw.uids.tolist()
-            assert len(uids) == min(value, len(alive)) == len(set(uids))
-            cu = draw.batch.cu_seqlens.tolist()
-            for u, i, j in zip(uids, cu, cu[1:], strict=False):
-                assert draw.batch.tokens[i:j].tolist() == alive[u]
-        state = b.state_dict()
-        assert state["uid"].tolist() == [u for u, *_ in model.rows]
-        assert state["birth_step"].tolist() == [s for _, s, _ in model.rows]
-        assert state["tokens"].tolist() == [x for *_, t in model.rows for x in t]
+            expected = model.draw(value, step)
+            assert draw.uids.tolist() == [r.uid for r in expected]
+            assert as_rows(draw.batch) == expected
+        assert as_rows(b.ring.gather(b.ring.window().slots())) == model.rows
+
+
+def as_rows(source: RolloutBatch) -> list[Row]:
+    tokens, cu = source.tokens.tolist(), source.cu_seqlens.tolist()
+    fields = zip(source.uid.tolist(), source.birth_step.tolist(), source.advantage.tolist(), cu, cu[1:], strict=False)
+    return [Row(uid, birth, advantage, tuple(tokens[i:j])) for uid, birth, advantage, i, j in fields]

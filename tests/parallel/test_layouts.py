@@ -57,6 +57,12 @@ def test_layout_equals_one_rank(results: dict[str, Any], world: int, name: str) 
             assert g.get(key) == pytest.approx(e.get(key), abs=1e-4), key
 
 
+@pytest.mark.parametrize("name", [name for _, name in CASES if "dp2" in name])
+def test_drawn_rollouts_move_between_data_parallel_ranks(results: dict[str, Any], name: str) -> None:
+    """So the equalities above hold for rollouts that another rank stores than the one that trains them."""
+    assert sum(row["replay/moved"] for row in results[name]["rows"]) > 0
+
+
 @pytest.mark.parametrize(("world", "name"), CASES, ids=[name for _, name in CASES])
 def test_layout_samples_what_one_rank_samples(results: dict[str, Any], world: int, name: str) -> None:
     expected, got = results["tp1"]["sampled"], results[name]["sampled"]
