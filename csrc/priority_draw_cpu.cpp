@@ -2,6 +2,7 @@
 // upper bound of theirs that takes none, and is computed for many rollouts at once.
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "backend.h"
@@ -38,21 +39,22 @@ __attribute__((target("avx2"))) void first_words_avx2(const int64_t* uid, int64_
                                                       uint32_t* word) {
     const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
     const __m256i low_halves = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
+    __m256i keys0[10], keys1[10];
+    uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32) ^ key.stream;
+    for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+        keys0[round] = _mm256_set1_epi64x(key0);
+        keys1[round] = _mm256_set1_epi64x(key1);
+    }
     const int64_t whole = count / 4 * 4;
     for (int64_t i = 0; i < whole; i += 4) {
-        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(uid + i)),
-                y = _mm256_srli_epi64(x, 32);
+        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(uid + i)), y = _mm256_srli_epi64(x, 32);
         __m256i z = _mm256_set1_epi64x(key.step), w = _mm256_set1_epi64x(key.repeat);
-        uint32_t key0 = uint32_t(key.seed), key1 = uint32_t(key.seed >> 32) ^ key.stream;
         for (int round = 0; round < 10; ++round) {
             const __m256i p0 = _mm256_mul_epu32(x, m0), p1 = _mm256_mul_epu32(z, m1);
-            const __m256i k0 = _mm256_set1_epi64x(key0), k1 = _mm256_set1_epi64x(key1);
-            x = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), y), k0);
-            z = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), w), k1);
+            x = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), y), keys0[round]);
+            z = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), w), keys1[round]);
             y = p1;
             w = p0;
-            key0 += 0x9E3779B9u;
-            key1 += 0xBB67AE85u;
         }
         const __m256i packed = _mm256_permutevar8x32_epi32(x, low_halves);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(word + i), _mm256_castsi256_si128(packed));
@@ -151,11 +153,10 @@ void add_winners(const DrawWindow& window, const DrawKey& key, const std::vector
 }
 
 // Rollouts with low <= bound < high, in order.
-std::vector<int64_t> within(const std::vector<float>& bound, float low, float high) {
+std::vector<int64_t> within(const float* bound, int64_t count, float low, float high) {
     std::vector<int64_t> found;
     constexpr int64_t kBlock = 64;
     int64_t hit[kBlock];
-    const int64_t count = int64_t(bound.size());
     for (int64_t first = 0; first < count; first += kBlock) {
         const int64_t last = std::min(first + kBlock, count);
         int hits = 0;
@@ -183,10 +184,10 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
                    int64_t* drawn, int threads) {
     *drawn = 0;
     if (n == 0 || window.count == 0) return;
-    std::vector<float> bound(window.count);
+    const std::unique_ptr<float[]> bound(new float[window.count]);  // a vector would write zeros first
     std::vector<std::vector<int32_t>> histogram(std::max(threads, 1));
     parallel_for(window.count, kGrain, threads, [&](int64_t first, int64_t last, int thread) {
-        bounds_of(window, key, first, last, bound.data());
+        bounds_of(window, key, first, last, bound.get());
         histogram[thread].resize(kBins);
         for (int64_t i = first; i < last; ++i) ++histogram[thread][bin_of(bound[i])];
     });
@@ -203,7 +204,7 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
     }
     const float edge = cut == never + 1 ? -FLT_MAX : edge_of(cut);
     std::vector<Winner> winners;
-    add_winners(window, key, within(bound, edge, kAll), winners);
+    add_winners(window, key, within(bound.get(), window.count, edge, kAll), winners);
     const auto keep_largest = [&] {
         if (int64_t(winners.size()) <= n) return;
         std::nth_element(winners.begin(), winners.begin() + (n - 1), winners.end(), before);
@@ -215,7 +216,7 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
         const auto last = std::max_element(winners.begin(), winners.end(), before);
         const float low = std::nextafter(float(key_of(last->rank)), kNever);
         if (low < edge) {
-            add_winners(window, key, within(bound, low, edge), winners);
+            add_winners(window, key, within(bound.get(), window.count, low, edge), winners);
             keep_largest();
         }
     }
@@ -243,7 +244,7 @@ void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
             std::vector<Winner> close;
             add_winners(window, own, {top}, close);
             const float low = std::nextafter(float(key_of(close[0].rank)), kNever);
-            add_winners(window, own, within(bound, low, kAll), close);
+            add_winners(window, own, within(bound.data(), window.count, low, kAll), close);
             const Winner best = *std::min_element(close.begin(), close.end(), before);
             slot[repeat] = best.slot;
             key_out[repeat] = key_of(best.rank);
