@@ -17,13 +17,13 @@ namespace mr = megatron_replay;
 namespace {
 
 using WindowArgs =
-    std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int64_t>;        // log_weight, uid, slots, head, size
-using KeyArgs = std::tuple<uint64_t, uint32_t, uint32_t>;               // seed, stream, step
-using DrawnArgs = std::tuple<uintptr_t, uintptr_t, uintptr_t>;          // slot, key, drawn
-using FieldArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;   // ring, packed, element
-using RowsArgs = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>;    // start, cu, rows, ring_tokens
-using ColumnArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;  // from, to, bytes
-using QueueArgs = std::tuple<int, uintptr_t>;                           // device, stream
+    std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int64_t>;       // log_weight, uid, slots, head, size
+using KeyArgs = std::tuple<uint64_t, uint32_t, uint32_t>;              // seed, stream, step
+using DrawnArgs = std::tuple<uintptr_t, uintptr_t, uintptr_t>;         // slot, key, drawn
+using FieldArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;  // ring, packed, element
+using RowsArgs = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>;   // start, cu, rows, ring_tokens
+using ColumnArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int, int64_t>>;  // from, to, bytes, stride
+using QueueArgs = std::tuple<int, uintptr_t>;                                    // device, stream
 
 template <class T>
 T* at(uintptr_t address) {
@@ -90,8 +90,8 @@ mr::RowColumns columns_of(const ColumnArgs& args, uintptr_t slot, int64_t count)
     MR_CHECK(int(args.size()) <= mr::kMostColumns, "columns must be at most ", mr::kMostColumns, ", got ",
              args.size());
     mr::RowColumns columns{};
-    for (const auto& [from, to, bytes] : args)
-        columns.column[columns.columns++] = {at<const void>(from), at<void>(to), bytes};
+    for (const auto& [from, to, bytes, stride] : args)
+        columns.column[columns.columns++] = {at<const char>(from), at<void>(to), bytes, stride};
     columns.slot = at<const int64_t>(slot);
     columns.rows = count;
     return columns;
@@ -155,6 +155,24 @@ void ragged_scatter_cuda(const FieldArgs& fields, const RowsArgs& rows, const Qu
     mr::cuda::ragged_scatter(rows_of(fields, rows), queue_of(queue));
 }
 
+// starts[i] = start[slot[i]], cu [count + 1] the sums of length[slot[i]]; `stride` bytes lie between slots.
+void row_bounds(std::tuple<uintptr_t, uintptr_t, int64_t, int64_t> columns, uintptr_t slot, int64_t count,
+                uintptr_t starts, uintptr_t cu) {
+    const auto [start, length, stride, slots] = columns;
+    int64_t sum = 0;
+    at<int32_t>(cu)[0] = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t from = at<const int64_t>(slot)[i];
+        MR_CHECK(from >= 0 && from < slots, "slot must be in [0, ", slots, "), got ", from, " at row ", i);
+        sum += *at<const int64_t>(length + from * stride);
+        if (sum > INT32_MAX)
+            throw std::overflow_error(
+                mr::joined("cu_seqlens: ", sum, " tokens do not fit int32, at row ", i));
+        at<int64_t>(starts)[i] = *at<const int64_t>(start + from * stride);
+        at<int32_t>(cu)[i + 1] = int32_t(sum);
+    }
+}
+
 void take_rows_cpu(const ColumnArgs& columns, uintptr_t slot, int64_t count, int64_t slots) {
     const mr::RowColumns c = columns_of(columns, slot, count);
     for (int64_t i = 0; i < count; ++i)
@@ -195,6 +213,8 @@ PYBIND11_MODULE(_C, m) {
           arg("threads"));
     m.def("ragged_scatter_cpu", &ragged_scatter_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"),
           arg("threads"));
+    m.def("row_bounds", &row_bounds, nogil, arg("columns"), arg("slot"), arg("count"), arg("starts"),
+          arg("cu"));
     m.def("take_rows_cpu", &take_rows_cpu, nogil, arg("columns"), arg("slot"), arg("count"), arg("slots"));
 
     m.def("priority_draw_cuda", &priority_draw_cuda, nogil, arg("window"), arg("key"), arg("n"), arg("out"),

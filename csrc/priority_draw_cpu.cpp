@@ -47,7 +47,8 @@ __attribute__((target("avx2"))) void first_words_avx2(const int64_t* uid, int64_
     }
     const int64_t whole = count / 4 * 4;
     for (int64_t i = 0; i < whole; i += 4) {
-        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(uid + i)), y = _mm256_srli_epi64(x, 32);
+        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(uid + i)),
+                y = _mm256_srli_epi64(x, 32);
         __m256i z = _mm256_set1_epi64x(key.step), w = _mm256_set1_epi64x(key.repeat);
         for (int round = 0; round < 10; ++round) {
             const __m256i p0 = _mm256_mul_epu32(x, m0), p1 = _mm256_mul_epu32(z, m1);

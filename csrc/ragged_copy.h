@@ -31,11 +31,21 @@ struct RaggedRows {
     int64_t rows, ring_tokens;
 };
 
-// One per-rollout field: to[i] = from[slot[i]], elements of 4 or 8 bytes.
+// One per-rollout field: to[i] = the element of 4 or 8 bytes that stands `stride` bytes times slot[i] behind
+// `from`.
 struct RowColumn {
-    const void* from;
+    const char* from;
     void* to;
     int bytes;
+    int64_t stride;
+
+    MR_HOST_DEVICE void take(int64_t slot, int64_t i) const {
+        const char* const at = from + slot * stride;
+        if (bytes == 8)
+            static_cast<uint64_t*>(to)[i] = *reinterpret_cast<const uint64_t*>(at);
+        else
+            static_cast<uint32_t*>(to)[i] = *reinterpret_cast<const uint32_t*>(at);
+    }
 };
 
 constexpr int kMostColumns = 12;

@@ -75,13 +75,7 @@ __global__ void __launch_bounds__(kCopyThreads) take_rows(RowColumns columns) {
     const int64_t stride = int64_t{gridDim.x} * kCopyThreads;
     for (int64_t i = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; i < columns.rows; i += stride) {
         const int64_t slot = columns.slot[i];
-        for (int c = 0; c < columns.columns; ++c) {
-            const RowColumn& column = columns.column[c];
-            if (column.bytes == 8)
-                static_cast<uint64_t*>(column.to)[i] = static_cast<const uint64_t*>(column.from)[slot];
-            else
-                static_cast<uint32_t*>(column.to)[i] = static_cast<const uint32_t*>(column.from)[slot];
-        }
+        for (int c = 0; c < columns.columns; ++c) columns.column[c].take(slot, i);
     }
 }
 

@@ -8,6 +8,7 @@ namespace megatron_replay::cpu {
 namespace {
 
 constexpr int64_t kGrain = 256;  // rows for which a thread is worth starting
+constexpr int64_t kAhead = 6;    // rows between asking for one and copying it
 
 template <class To, class From>
 void copy(To* to, const From* from, int64_t count) {
@@ -30,10 +31,24 @@ void copy_pieces(const RaggedField& field, const Pieces& p) {
     }
 }
 
+// Asks for the beginning of a row that is copied soon: rows lie anywhere in the ring, and a row is too short
+// for the processor to see the next ones coming.
+void prefetch(const RaggedRows& rows, int64_t row) {
+    constexpr int64_t kLine = 64, kMost = 4 * kLine;
+    const Pieces pieces(rows, row);
+    for (int f = 0; f < rows.fields; ++f) {
+        const int64_t width = rows.field[f].element == Element::kByte ? 1 : 4;
+        const char* const at = static_cast<const char*>(rows.field[f].ring) + pieces.ring * width;
+        const int64_t bytes = pieces.first * width < kMost ? pieces.first * width : kMost;
+        for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(at + b);
+    }
+}
+
 template <bool kGather>
 void copy_rows(const RaggedRows& rows, int threads) {
     parallel_for(rows.rows, kGrain, threads, [&](int64_t first, int64_t last, int) {
         for (int64_t row = first; row < last; ++row) {
+            if (kGather && row + kAhead < last) prefetch(rows, row + kAhead);
             const Pieces pieces(rows, row);
             for (int f = 0; f < rows.fields; ++f) {
                 const RaggedField& field = rows.field[f];
@@ -48,13 +63,6 @@ void copy_rows(const RaggedRows& rows, int threads) {
     });
 }
 
-template <class Word>
-void take(const RowColumn& column, const int64_t* slot, int64_t rows) {
-    const Word* const from = static_cast<const Word*>(column.from);
-    Word* const to = static_cast<Word*>(column.to);
-    for (int64_t i = 0; i < rows; ++i) to[i] = from[slot[i]];
-}
-
 }  // namespace
 
 void ragged_gather(const RaggedRows& rows, int threads) { copy_rows<true>(rows, threads); }
@@ -62,13 +70,8 @@ void ragged_gather(const RaggedRows& rows, int threads) { copy_rows<true>(rows, 
 void ragged_scatter(const RaggedRows& rows, int threads) { copy_rows<false>(rows, threads); }
 
 void take_rows(const RowColumns& columns) {
-    for (int c = 0; c < columns.columns; ++c) {
-        const RowColumn& column = columns.column[c];
-        if (column.bytes == 8)
-            take<uint64_t>(column, columns.slot, columns.rows);
-        else
-            take<uint32_t>(column, columns.slot, columns.rows);
-    }
+    for (int64_t i = 0; i < columns.rows; ++i)
+        for (int c = 0; c < columns.columns; ++c) columns.column[c].take(columns.slot[i], i);
 }
 
 }  // namespace megatron_replay::cpu

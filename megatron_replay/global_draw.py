@@ -48,11 +48,6 @@ def global_draw(own: Candidates, n: int, group: DataParallelGroup, *, with_repla
 
     Raises RuntimeError on every rank where one has a problem, on that one with its own words.
     """
-    if group.size == 1:
-        if own.problem is not None:
-            raise RuntimeError(own.problem)
-        none = torch.zeros_like(own.uids)
-        return Winners(own.uids, own.lengths, none, torch.arange(none.numel()), torch.tensor([own.load]))
     k = n if with_replacement else first_round(n, group.size)
     while True:
         rows, counts, loads = _exchange(own, k, group)

@@ -15,11 +15,12 @@ def assign(lengths: Tensor, owner: Tensor, load: Tensor) -> Tensor:
     """The rank [m] that trains each drawn rollout, so that all ranks have about as many tokens; all find the same.
 
     lengths [m] tokens, owner [m] the rank that stores it, load [R] tokens that each rank trains anyway, all int64.
-    A rank keeps what it stores, longest first, up to its share ceil(all tokens / R); the rest go, longest first, to
-    the rank with the fewest tokens. Nothing moves where that would not lower the largest load.
+    A rank keeps what it stores, longest first, up to its share: ceil(all tokens / R), or the largest of `load` where
+    that is more, since nothing can lower it. The rest go, longest first, to the rank with the fewest tokens. Nothing
+    moves where that would not lower the largest load.
     """
     sizes, owners, before, kept = lengths.tolist(), owner.tolist(), load.tolist(), load.tolist()
-    share = -(-(sum(before) + sum(sizes)) // len(before))
+    share = max(-(-(sum(before) + sum(sizes)) // len(before)), max(before))
     destination, waiting = owners.copy(), []
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         before[owners[i]] += sizes[i]

@@ -103,13 +103,10 @@ class RolloutReplayBuffer:
 
     def evict(self, step: int) -> int:
         """Drop every rollout with step - birth_step > tau_max; returns how many of this shard. Run it before `draw`."""
-        # birth order: exactly the oldest
-        first_kept = torch.tensor(step - self.config.tau_max)
-        count = int(torch.searchsorted(self.ring.live("birth_step"), first_kept))
-        self._evicted_length_sum = int(self.ring.live("length", count).sum())
+        count = self.ring.born_before(step - self.config.tau_max)
+        self._evicted_length_sum = self.ring.drop_oldest(count)
         self._evicted_rows = count
         self.counters["evicted_by_age"] += count
-        self.ring.drop_oldest(count)
         return count
 
     def draw(self, n: int, step: int, fresh: RolloutBatch | None = None) -> Draw:
@@ -127,26 +124,23 @@ class RolloutReplayBuffer:
             return Draw(
                 self.ring.gather(torch.empty(0, dtype=torch.int64), fresh), torch.empty(0, dtype=torch.int64), n
             )
-        slots, own = self._candidates(size, step, load=0 if fresh is None else fresh.tokens.numel())
-        won = global_draw(own, size, self.group, with_replacement=self.config.with_replacement)
-        destination = assign(won.lengths, won.owner, won.loads) if self.group.size > 1 else won.owner
-        mine = won.owner == self.group.rank
-        slots = slots[won.place[mine]]
-        factors = self._importance_factors(slots)
-        if bool((destination == won.owner).all()):
-            batch = _weighed(self.ring.gather(slots, fresh), factors)
-        else:
-            batch = self._moved(won, destination, _weighed(self.ring.gather(slots), factors), fresh)
-        return Draw(batch, won.uids, n, int((destination != won.owner).sum()))
+        problem = self._problem(step)
+        if self.group.size > 1:
+            return self._draw_over_shards(n, size, step, fresh, problem)
+        if problem is not None:
+            raise RuntimeError(problem)
+        slots, _ = self._own_draw(size, step)
+        batch = _weighed(self.ring.gather(slots, fresh), self._importance_factors(slots))
+        return Draw(batch, batch.uid[len(batch) - slots.numel() :].cpu(), n)
 
     def metrics(self, step: int) -> dict[str, float]:
         """State over all shards; eviction counts are since the start of the run, evicted lengths of the last step."""
         ring = self.ring
         local = [
             float(len(ring)),
-            float(ring.live("length").sum()),
-            float(ring.live("log_weight").exp().nan_to_num(0.0).sum()),
-            float((step - ring.live("birth_step")).sum()),
+            float(ring.tokens_stored),
+            float(ring.live(ring.log_weight).exp().sum()),
+            float(step * len(ring) - ring.birth_sum),
             float(self._evicted_rows),
             float(self._evicted_length_sum),
             *(float(self.counters[name]) for name in COUNTERS),
@@ -208,17 +202,14 @@ class RolloutReplayBuffer:
     def _oldest_in_the_way(self, batch: RolloutBatch) -> int:
         """How many of the oldest must go for the batch to fit, in slots and in tokens."""
         ring = self.ring
-        live = ring.live("length")
-        over = int(live.sum()) + batch.tokens.numel() - ring.tokens
-        by_tokens = int((live.cumsum(0) < over).sum()) + 1 if over > 0 else 0
+        over = ring.tokens_stored + batch.tokens.numel() - ring.tokens
+        by_tokens = 0
+        if over > 0:
+            by_tokens = int((ring.live(ring.host_rows["length"]).cumsum(0) < over).sum()) + 1
         return max(by_tokens, len(ring) + len(batch) - ring.slots, 0)
 
-    def _candidates(self, n: int, step: int, load: int) -> tuple[Tensor, Candidates]:
-        """(slots, on the host, what they are to the other ranks) of this shard's own draw, in order."""
-        problem, ledger = self._problem(step), self.ring.ledger
-        if problem is not None:
-            none = torch.empty(0, dtype=torch.int64)
-            return none, Candidates(none.double(), none, none, load, problem)
+    def _own_draw(self, n: int, step: int) -> tuple[Tensor, Tensor]:
+        """(slots, keys) of this shard's draw, in order, on the host."""
         slots, keys = priority_draw(
             self.ring.window(),
             n,
@@ -227,16 +218,33 @@ class RolloutReplayBuffer:
             with_replacement=self.config.with_replacement,
             backend=self.backend,
         )
-        slots = slots.cpu()
-        return slots, Candidates(keys.cpu(), ledger["uid"][slots], ledger["length"][slots], load)
+        return slots.cpu(), keys.cpu()
+
+    def _draw_over_shards(
+        self, requested: int, n: int, step: int, fresh: RolloutBatch | None, problem: str | None
+    ) -> Draw:
+        none = torch.empty(0, dtype=torch.int64)
+        slots, keys = self._own_draw(n, step) if problem is None else (none, none.double())
+        uids, lengths = (self.ring.host_rows[name][slots] for name in ("uid", "length"))
+        own = Candidates(keys, uids, lengths, 0 if fresh is None else fresh.tokens.numel(), problem)
+        won = global_draw(own, n, self.group, with_replacement=self.config.with_replacement)
+        destination = assign(won.lengths, won.owner, won.loads)
+        slots = slots[won.place[won.owner == self.group.rank]]
+        factors = self._importance_factors(slots)
+        moved = int((destination != won.owner).sum())
+        if moved == 0:
+            batch = _weighed(self.ring.gather(slots, fresh), factors)
+        else:
+            batch = self._moved(won, destination, _weighed(self.ring.gather(slots), factors), fresh)
+        return Draw(batch, won.uids, requested, moved)
 
     def _problem(self, step: int) -> str | None:
         """Why nothing can be drawn at this step, or None."""
         if len(self.ring) == 0:
             return None
-        if (age := step - self.ring.oldest("birth_step")) > self.config.tau_max:
+        if (age := step - self.ring.birth_step(0)) > self.config.tau_max:
             return f"evict({step}) must run before draw: a rollout of age {age} is stored"
-        if (age := step - self.ring.newest("birth_step")) < 0:
+        if (age := step - self.ring.birth_step(-1)) < 0:
             return f"step must be at least every birth_step, got {step} for a rollout born {-age} later"
         return None
 
@@ -249,7 +257,7 @@ class RolloutReplayBuffer:
         beta = self.config.importance_beta
         if beta == 0:
             return None
-        log_weight = self.ring.rows["log_weight"][slots.to(self.ring.device)].cpu()
+        log_weight = self.ring.log_weight[slots.to(self.ring.device)].cpu()
         least = -self.group.max(torch.cat([-log_weight, log_weight.new_tensor([-torch.inf])]).amax(0, keepdim=True))
         return (beta * (least - log_weight)).exp().float()
 

@@ -64,7 +64,7 @@ def test_wrong_numbers_are_named_before_any_address_is_used() -> None:
     with pytest.raises(ValueError, match="fields must be at most 4, got 5"):
         c.ragged_gather_cpu([(0, 0, 0)] * 5, (0, 0, 0, 1), 0, 1)
     with pytest.raises(ValueError, match="columns must be at most 12, got 13"):
-        c.take_rows_cpu([(0, 0, 4)] * 13, 0, 0, 1)
+        c.take_rows_cpu([(0, 0, 4, 4)] * 13, 0, 0, 1)
 
 
 def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -425,7 +425,7 @@ def test_rows_that_wrap_around_an_arena_filled_to_the_last_token_come_back_whole
         live, state = RolloutBatch.cat(pushed[-2:]), b.state_dict()
         for name in (*TOKEN_FIELDS, "uid"):
             assert torch.equal(state[name][-getattr(live, name).numel() :], getattr(live, name))
-    assert b.ring.live("start").tolist() == [3, 8] and state["tokens"].numel() == 10
+    assert b.ring.live(b.ring.rows["start"]).tolist() == [3, 8] and state["tokens"].numel() == 10
 
 
 def test_the_counts_are_ints() -> None:
@@ -439,7 +439,7 @@ def test_memory_stays_flat_and_no_view_of_the_batch_is_kept() -> None:
     b = buffer(arena=300, capacity=40)
 
     def storages() -> dict[int, int]:
-        owned = (*b.ring.arena.values(), *b.ring.rows.values(), *b.ring.ledger.values())
+        owned = (*b.ring.arena.values(), b.ring.records, b.ring.ledger, b.ring.log_weight, b.ring.uid)
         return {x.data_ptr(): x.untyped_storage().nbytes() for x in owned}
 
     before = storages()

@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 
+def row_bounds(start: Tensor, length: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    _check_slots(slots, start.numel())
+    cu = torch.cat([slots.new_zeros(1), length[slots].cumsum(0)])
+    if int(cu[-1]) > torch.iinfo(torch.int32).max:
+        raise OverflowError(f"cu_seqlens: {int(cu[-1])} tokens do not fit int32")
+    return start[slots], cu.int()
+
+
 def ragged_gather(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
     at = _ring_index(rings[0], start, cu_seqlens, packed[0].numel())
     for ring, target in zip(rings, packed, strict=True):
@@ -25,10 +33,14 @@ def ragged_scatter(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, p
 
 def take_rows(columns: Sequence[Tensor], slots: Tensor, out: Sequence[Tensor]) -> None:
     count = columns[0].numel() if columns else 0
-    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= count):
-        raise ValueError(f"slot must be in [0, {count}), got {int(slots.min())} to {int(slots.max())}")
+    _check_slots(slots, count)
     for column, target in zip(columns, out, strict=True):
         target.copy_(column[slots])
+
+
+def _check_slots(slots: Tensor, count: int) -> None:
+    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= count):
+        raise ValueError(f"slot must be in [0, {count}), got {int(slots.min())} to {int(slots.max())}")
 
 
 def _ring_index(ring: Tensor, start: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
