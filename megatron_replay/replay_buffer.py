@@ -242,9 +242,9 @@ class RolloutReplayBuffer:
         """Why nothing can be drawn at this step, or None."""
         if len(self.ring) == 0:
             return None
-        if (age := step - self.ring.birth_step(0)) > self.config.tau_max:
+        if (age := step - self.ring.first_birth) > self.config.tau_max:
             return f"evict({step}) must run before draw: a rollout of age {age} is stored"
-        if (age := step - self.ring.birth_step(-1)) < 0:
+        if (age := step - self.ring.last_birth) < 0:
             return f"step must be at least every birth_step, got {step} for a rollout born {-age} later"
         return None
 

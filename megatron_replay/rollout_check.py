@@ -18,7 +18,7 @@ def check_new_rollouts(batch: RolloutBatch, ring: RolloutRing, largest_uid: int)
     largest_uid: of all that were ever stored. Runs where the batch is, which is the host for what an engine returns.
     """
     birth, uid = batch.birth_step, batch.uid
-    newest = ring.birth_step(-1) if len(ring) else int(birth[0])
+    newest = ring.last_birth if len(ring) else int(birth[0])
     earlier = birth < torch.cat([birth.new_tensor([newest]), birth[:-1]])
     no_id = (batch.tokens < 0) | (batch.tokens > torch.iinfo(torch.int32).max)
     for bad, words in (

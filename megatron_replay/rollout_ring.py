@@ -48,7 +48,7 @@ class RolloutRing:
     def clear(self) -> None:
         self.head = self.size = 0  # slot of the oldest rollout; rollouts
         self.tail = self.tokens_stored = 0  # token of the ring where the next row begins; tokens of all rows
-        self.birth_sum = 0
+        self.birth_sum = self.first_birth = self.last_birth = 0  # birth steps: all, the oldest's, the newest's
 
     def window(self) -> DrawWindow:
         """The live rollouts as the draw sees them."""
@@ -62,8 +62,8 @@ class RolloutRing:
         return torch.cat([values[self.head :], values[: last - self.slots]])
 
     def birth_step(self, i: int) -> int:
-        """Of the i-th oldest rollout; -1 is the newest."""
-        return int(self.host_rows["birth_step"][(self.head + i % self.size) % self.slots])
+        """Of the i-th oldest rollout."""
+        return int(self.host_rows["birth_step"][(self.head + i) % self.slots])
 
     def born_before(self, step: int) -> int:
         """How many rollouts were: they are the oldest."""
@@ -91,6 +91,8 @@ class RolloutRing:
         _write(self.log_weight, first, log_weight)
         _write(self.uid, first, batch.uid)
         total = batch.tokens.numel()
+        self.first_birth = self.birth_step(0)
+        self.last_birth = int(batch.birth_step[-1])
         self.size += count
         self.tail = (self.tail + total) % self.tokens
         self.tokens_stored += total
@@ -103,6 +105,7 @@ class RolloutRing:
         self.tokens_stored -= tokens
         self.head = (self.head + count) % self.slots
         self.size -= count
+        self.first_birth = self.birth_step(0)
         return tokens
 
     def gather(self, slots: Tensor, after: RolloutBatch | None = None) -> RolloutBatch:

@@ -260,7 +260,7 @@ def test_bad_replay_settings_name_field_and_value(name: str, value: Any, words: 
 
 
 class DriftingPolicy(ListPolicy):
-    """Reports the effective sample size of an update's replayed rollouts, as the trainer does: 0 where there are none."""
+    """Reports the effective sample size of the replayed rollouts as the trainer does: 0 where there are none."""
 
     def train(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         replayed = bool((batch.birth_step < step).any())
