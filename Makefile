@@ -14,14 +14,14 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 QUICKSTART := @examples/quickstart/flags.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast lint format clean
+.PHONY: help install train test test-fast benchmark-deps lint format clean
 
 help:
 	@grep -E '^(#|[a-z-]+:.*##)' Makefile | sed -E 's/^# //; s/:.*## /: /'
 
 install: $(STAMP)  ## set up .venv and build the extension; does nothing when both are up to date
 
-$(STAMP): $(wildcard requirements/*.txt) pyproject.toml setup.py $(wildcard csrc/*)
+$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml setup.py $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("PYTHON must be 3.11 or later, got " + sys.version)'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet torch==2.13.0
@@ -46,6 +46,9 @@ $(OLDEST_TRITON)/.installed: $(STAMP)
 
 test-fast: install  ## tests that start no other process and train nothing
 	$(PY) -m pytest -m "not slow"
+
+benchmark-deps: install  ## install other projects' replay buffers into .venv/benchmark, for tools/benchmark_buffer.py
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/benchmark -r requirements/benchmark.txt
 
 lint: install  ## ruff
 	$(VENV)/bin/ruff check .

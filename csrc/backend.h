@@ -18,7 +18,6 @@ void log_weights(Priority priority, const float* advantage, const float* group_s
                  double alpha, double eps, double* out);
 void ragged_gather(const RaggedRows& rows, int threads);
 void ragged_scatter(const RaggedRows& rows, int threads);
-void take_rows(const RowColumns& columns);
 
 }  // namespace cpu
 
@@ -47,7 +46,6 @@ void log_weights(Priority priority, const float* advantage, const float* group_s
                  double alpha, double eps, double* out, const Queue& queue);
 void ragged_gather(const RaggedRows& rows, const Queue& queue);
 void ragged_scatter(const RaggedRows& rows, const Queue& queue);
-void take_rows(const RowColumns& columns, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace megatron_replay

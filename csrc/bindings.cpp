@@ -22,8 +22,7 @@ using KeyArgs = std::tuple<uint64_t, uint32_t, uint32_t>;              // seed, 
 using DrawnArgs = std::tuple<uintptr_t, uintptr_t, uintptr_t>;         // slot, key, drawn
 using FieldArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int>>;  // ring, packed, element
 using RowsArgs = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>;   // start, cu, rows, ring_tokens
-using ColumnArgs = std::vector<std::tuple<uintptr_t, uintptr_t, int, int64_t>>;  // from, to, bytes, stride
-using QueueArgs = std::tuple<int, uintptr_t>;                                    // device, stream
+using QueueArgs = std::tuple<int, uintptr_t>;                          // device, stream
 
 template <class T>
 T* at(uintptr_t address) {
@@ -86,17 +85,6 @@ const mr::RaggedRows& checked_rows(const mr::RaggedRows& rows, int64_t packed_to
     return rows;
 }
 
-mr::RowColumns columns_of(const ColumnArgs& args, uintptr_t slot, int64_t count) {
-    MR_CHECK(int(args.size()) <= mr::kMostColumns, "columns must be at most ", mr::kMostColumns, ", got ",
-             args.size());
-    mr::RowColumns columns{};
-    for (const auto& [from, to, bytes, stride] : args)
-        columns.column[columns.columns++] = {at<const char>(from), at<void>(to), bytes, stride};
-    columns.slot = at<const int64_t>(slot);
-    columns.rows = count;
-    return columns;
-}
-
 void priority_draw_cpu(const WindowArgs& window, const KeyArgs& key, int64_t n, const DrawnArgs& out,
                        int threads) {
     const mr::DrawWindow w = window_of(window);
@@ -155,36 +143,6 @@ void ragged_scatter_cuda(const FieldArgs& fields, const RowsArgs& rows, const Qu
     mr::cuda::ragged_scatter(rows_of(fields, rows), queue_of(queue));
 }
 
-// starts[i] = start[slot[i]], cu [count + 1] the sums of length[slot[i]]; `stride` bytes lie between slots.
-void row_bounds(std::tuple<uintptr_t, uintptr_t, int64_t, int64_t> columns, uintptr_t slot, int64_t count,
-                uintptr_t starts, uintptr_t cu) {
-    const auto [start, length, stride, slots] = columns;
-    int64_t sum = 0;
-    at<int32_t>(cu)[0] = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t from = at<const int64_t>(slot)[i];
-        MR_CHECK(from >= 0 && from < slots, "slot must be in [0, ", slots, "), got ", from, " at row ", i);
-        sum += *at<const int64_t>(length + from * stride);
-        if (sum > INT32_MAX)
-            throw std::overflow_error(
-                mr::joined("cu_seqlens: ", sum, " tokens do not fit int32, at row ", i));
-        at<int64_t>(starts)[i] = *at<const int64_t>(start + from * stride);
-        at<int32_t>(cu)[i + 1] = int32_t(sum);
-    }
-}
-
-void take_rows_cpu(const ColumnArgs& columns, uintptr_t slot, int64_t count, int64_t slots) {
-    const mr::RowColumns c = columns_of(columns, slot, count);
-    for (int64_t i = 0; i < count; ++i)
-        MR_CHECK(c.slot[i] >= 0 && c.slot[i] < slots, "slot must be in [0, ", slots, "), got ", c.slot[i],
-                 " at row ", i);
-    mr::cpu::take_rows(c);
-}
-
-void take_rows_cuda(const ColumnArgs& columns, uintptr_t slot, int64_t count, const QueueArgs& queue) {
-    mr::cuda::take_rows(columns_of(columns, slot, count), queue_of(queue));
-}
-
 std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
     const auto [c0, c1, c2, c3] = counter;
     const mr::Words4 out = mr::philox4x32({c0, c1, c2, c3}, key[0], key[1]);
@@ -213,9 +171,6 @@ PYBIND11_MODULE(_C, m) {
           arg("threads"));
     m.def("ragged_scatter_cpu", &ragged_scatter_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"),
           arg("threads"));
-    m.def("row_bounds", &row_bounds, nogil, arg("columns"), arg("slot"), arg("count"), arg("starts"),
-          arg("cu"));
-    m.def("take_rows_cpu", &take_rows_cpu, nogil, arg("columns"), arg("slot"), arg("count"), arg("slots"));
 
     m.def("priority_draw_cuda", &priority_draw_cuda, nogil, arg("window"), arg("key"), arg("n"), arg("out"),
           arg("workspace"), arg("queue"));
@@ -225,5 +180,4 @@ PYBIND11_MODULE(_C, m) {
           arg("count"), arg("alpha"), arg("eps"), arg("out"), arg("queue"));
     m.def("ragged_gather_cuda", &ragged_gather_cuda, nogil, arg("fields"), arg("rows"), arg("queue"));
     m.def("ragged_scatter_cuda", &ragged_scatter_cuda, nogil, arg("fields"), arg("rows"), arg("queue"));
-    m.def("take_rows_cuda", &take_rows_cuda, nogil, arg("columns"), arg("slot"), arg("count"), arg("queue"));
 }

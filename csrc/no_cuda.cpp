@@ -25,6 +25,5 @@ void log_weights(Priority, const float*, const float*, int64_t, double, double, 
 }
 void ragged_gather(const RaggedRows&, const Queue&) { missing(); }
 void ragged_scatter(const RaggedRows&, const Queue&) { missing(); }
-void take_rows(const RowColumns&, const Queue&) { missing(); }
 
 }  // namespace megatron_replay::cuda

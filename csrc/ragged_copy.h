@@ -31,32 +31,6 @@ struct RaggedRows {
     int64_t rows, ring_tokens;
 };
 
-// One per-rollout field: to[i] = the element of 4 or 8 bytes that stands `stride` bytes times slot[i] behind
-// `from`.
-struct RowColumn {
-    const char* from;
-    void* to;
-    int bytes;
-    int64_t stride;
-
-    MR_HOST_DEVICE void take(int64_t slot, int64_t i) const {
-        const char* const at = from + slot * stride;
-        if (bytes == 8)
-            static_cast<uint64_t*>(to)[i] = *reinterpret_cast<const uint64_t*>(at);
-        else
-            static_cast<uint32_t*>(to)[i] = *reinterpret_cast<const uint32_t*>(at);
-    }
-};
-
-constexpr int kMostColumns = 12;
-
-struct RowColumns {
-    RowColumn column[kMostColumns];
-    int columns;
-    const int64_t* slot;  // [rows]
-    int64_t rows;
-};
-
 // A row as its one or two straight pieces: packed offset, ring offset, tokens.
 struct Pieces {
     int64_t packed, ring, first, second;  // the second piece begins at ring offset 0

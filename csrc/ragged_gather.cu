@@ -16,10 +16,4 @@ void ragged_scatter(const RaggedRows& rows, const Queue& queue) {
     launch_ragged_scatter(rows, queue.stream<cudaStream_t>());
 }
 
-void take_rows(const RowColumns& columns, const Queue& queue) {
-    if (columns.rows == 0) return;
-    DeviceGuard guard(queue.device);
-    launch_take_rows(columns, queue.stream<cudaStream_t>());
-}
-
 }  // namespace megatron_replay::cuda

@@ -71,14 +71,6 @@ __global__ void __launch_bounds__(kCopyThreads) copy_rows(RaggedRows rows) {
     }
 }
 
-__global__ void __launch_bounds__(kCopyThreads) take_rows(RowColumns columns) {
-    const int64_t stride = int64_t{gridDim.x} * kCopyThreads;
-    for (int64_t i = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; i < columns.rows; i += stride) {
-        const int64_t slot = columns.slot[i];
-        for (int c = 0; c < columns.columns; ++c) columns.column[c].take(slot, i);
-    }
-}
-
 // packed = ring, row by row. Rows may repeat and overlap in the ring.
 inline void launch_ragged_gather(const RaggedRows& rows, cudaStream_t stream) {
     MR_LAUNCH(copy_rows<true>, dim3(blocks_for(rows.rows, 1), kSlices), kCopyThreads, stream, rows);
@@ -87,10 +79,6 @@ inline void launch_ragged_gather(const RaggedRows& rows, cudaStream_t stream) {
 // ring = packed, row by row. Rows must not overlap in the ring.
 inline void launch_ragged_scatter(const RaggedRows& rows, cudaStream_t stream) {
     MR_LAUNCH(copy_rows<false>, dim3(blocks_for(rows.rows, 1), kSlices), kCopyThreads, stream, rows);
-}
-
-inline void launch_take_rows(const RowColumns& columns, cudaStream_t stream) {
-    MR_LAUNCH(take_rows, blocks_for(columns.rows, kCopyThreads), kCopyThreads, stream, columns);
 }
 
 }  // namespace megatron_replay

@@ -69,9 +69,4 @@ void ragged_gather(const RaggedRows& rows, int threads) { copy_rows<true>(rows, 
 
 void ragged_scatter(const RaggedRows& rows, int threads) { copy_rows<false>(rows, threads); }
 
-void take_rows(const RowColumns& columns) {
-    for (int64_t i = 0; i < columns.rows; ++i)
-        for (int c = 0; c < columns.columns; ++c) columns.column[c].take(columns.slot[i], i);
-}
-
 }  // namespace megatron_replay::cpu

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops.priority_draw import DrawWindow
-from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter, row_bounds, take_rows
+from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter
 from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_DTYPES, TOKEN_FIELDS, RolloutBatch, cumulative
 
 # ids of any vocabulary fit int32; the buffer checks it
@@ -22,6 +22,7 @@ STORED_DTYPES = TOKEN_DTYPES | {"tokens": torch.int32}
 # one record: 64 bytes, a line of the cache; `start` and `length` are those of the row in the token ring
 RECORD_DTYPES = ROLLOUT_DTYPES | {"start": torch.int64, "length": torch.int64}
 RECORD_BYTES = sum(dtype.itemsize for dtype in RECORD_DTYPES.values())
+FLOATS = sum(dtype == torch.float32 for dtype in RECORD_DTYPES.values())  # they stand first
 
 
 class RolloutRing:
@@ -29,8 +30,6 @@ class RolloutRing:
 
     def __init__(self, slots: int, tokens: int, device: torch.device | str, backend: str | None) -> None:
         self.slots, self.tokens, self.backend = slots, tokens, backend
-        # the host's part of the work is not CUDA's, even where that was asked for by name
-        self.host_backend = None if backend == "cuda" else backend
         self.device = torch.device(device)
         self.arena = {n: torch.zeros(tokens, dtype=t, device=device) for n, t in STORED_DTYPES.items()}
         self.records = torch.zeros(slots, RECORD_BYTES, dtype=torch.uint8, device=device)
@@ -81,10 +80,7 @@ class RolloutRing:
             [getattr(here, name) for name in TOKEN_FIELDS],
             backend=self.backend,
         )
-        record = torch.empty(count, RECORD_BYTES, dtype=torch.uint8, device=batch.device)
-        known = {"start": start, "length": batch.lengths}
-        for name, column in _columns(record).items():
-            column.copy_(known[name] if name in known else getattr(batch, name))
+        record = _record(batch, {"start": start, "length": batch.lengths})
         _write(self.records, first, record)
         if self.ledger is not self.records:
             _write(self.ledger, first, record)
@@ -109,40 +105,48 @@ class RolloutRing:
         return tokens
 
     def gather(self, slots: Tensor, after: RolloutBatch | None = None) -> RolloutBatch:
-        """The rollouts of slots [m] int64 (repeats allowed), packed behind those of `after`, in one allocation."""
-        rows = self.host_rows
-        start, own = row_bounds(rows["start"], rows["length"], slots.cpu(), backend=self.host_backend)
-        n, t, cu = 0, 0, own
+        """The rollouts of slots [m] int64 (repeats allowed), packed behind those of `after`, in one allocation.
+
+        The batch's per-rollout fields are columns of copied records.
+        """
+        on_host = self.ledger[slots.cpu()]
+        bounds = _columns(on_host)
+        own = cu = cumulative(bounds["length"])
+        record = on_host if self.ledger is self.records else self.records[slots.to(self.device)]
+        t = 0
         if after is not None:
-            n, t = len(after), after.tokens.numel()
-            cu = cumulative(torch.cat([after.lengths.cpu(), own.diff()]))
-        total, count = int(cu[-1]), n + slots.numel()
+            t, cu = after.tokens.numel(), cumulative(torch.cat([after.lengths.cpu(), bounds["length"]]))
+            record = torch.cat([_record(after, {}).to(self.device), record])
+        total = int(cu[-1])
         packed = {name: torch.empty(total, dtype=dtype, device=self.device) for name, dtype in TOKEN_DTYPES.items()}
-        fields = {name: torch.empty(count, dtype=dtype, device=self.device) for name, dtype in ROLLOUT_DTYPES.items()}
         if after is not None:
             for name, x in packed.items():
                 x[:t] = getattr(after, name)
-            for name, x in fields.items():
-                x[:n] = getattr(after, name)
         ragged_gather(
             list(self.arena.values()),
-            start.to(self.device),
+            bounds["start"].contiguous().to(self.device),
             own.to(self.device),
             [x[t:] for x in packed.values()],
             backend=self.backend,
         )
-        columns, out = [self.rows[name] for name in fields], [x[n:] for x in fields.values()]
-        take_rows(columns, slots.to(self.device), out, backend=self.backend)
-        return RolloutBatch(cu_seqlens=cu.to(self.device), **packed, **fields)
+        fields = _columns(record)
+        return RolloutBatch(cu_seqlens=cu.to(self.device), **packed, **{name: fields[name] for name in ROLLOUT_DTYPES})
 
 
 def _columns(records: Tensor) -> dict[str, Tensor]:
-    """Every field [C] of records [C, RECORD_BYTES], as views."""
-    columns, at = {}, 0
-    for name, dtype in RECORD_DTYPES.items():
-        columns[name] = records[:, at : at + dtype.itemsize].view(dtype).squeeze(1)
-        at += dtype.itemsize
-    return columns
+    """Every field [N] of records [N, RECORD_BYTES], as views."""
+    floats = records.view(torch.float32).unbind(1)[:FLOATS]
+    ints = records.view(torch.int64).unbind(1)[FLOATS // 2 :]
+    return dict(zip(RECORD_DTYPES, floats + ints, strict=True))
+
+
+def _record(batch: RolloutBatch, more: dict[str, Tensor]) -> Tensor:
+    """[N, RECORD_BYTES] uint8: the batch's fields, and `more`; what neither has is 0."""
+    record = torch.zeros(len(batch), RECORD_BYTES, dtype=torch.uint8, device=batch.device)
+    for name, column in _columns(record).items():
+        if name in ROLLOUT_DTYPES or name in more:
+            column.copy_(more[name] if name in more else getattr(batch, name))
+    return record
 
 
 def _write(ring: Tensor, first: int, values: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron_replay.ops import priority_draw_compiled as compiled
 from megatron_replay.ops.extension import extension, queue
 from megatron_replay.ops.priority_draw import DrawWindow, log_weights, priority_draw
-from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter, take_rows
+from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter
 from tests.test_philox import KNOWN
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -63,8 +63,6 @@ def test_wrong_numbers_are_named_before_any_address_is_used() -> None:
         c.repeated_draw_cpu(window, key, -2, out, 1)
     with pytest.raises(ValueError, match="fields must be at most 4, got 5"):
         c.ragged_gather_cpu([(0, 0, 0)] * 5, (0, 0, 0, 1), 0, 1)
-    with pytest.raises(ValueError, match="columns must be at most 12, got 13"):
-        c.take_rows_cpu([(0, 0, 4, 4)] * 13, 0, 0, 1)
 
 
 def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +94,6 @@ def test_without_a_driver_or_nvcc_every_cuda_call_says_so() -> None:
         lambda: c.log_weights_cuda(0, 0, 0, 1, 0.5, 1e-6, 0, on),
         lambda: c.ragged_gather_cuda([], (0, 0, 1, 1), on),
         lambda: c.ragged_scatter_cuda([], (0, 0, 1, 1), on),
-        lambda: c.take_rows_cuda([], 0, 1, on),
     ):
         with pytest.raises(c.CudaError, match=rf"cuda.*driver|{missing}"):
             call()
@@ -192,10 +189,4 @@ def test_device_rows_are_the_host_s() -> None:
     ragged_scatter(targets, places, rows, source)
     ragged_scatter(device_targets, places.cuda(), rows.cuda(), [x.cuda() for x in source], backend="cuda")
     assert all(torch.equal(a, b.cpu()) for a, b in zip(targets, device_targets, strict=True))
-    slots = torch.randint(0, 5003, (999,), generator=g)
-    columns = [rings[2], torch.arange(5003)]
-    out, device_out = ([torch.empty(999, dtype=c.dtype, device=d) for c in columns] for d in ("cpu", "cuda"))
-    take_rows(columns, slots, out)
-    take_rows([c.cuda() for c in columns], slots.cuda(), device_out, backend="cuda")
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(out, device_out, strict=True))
     assert queue(torch.device("cuda"))[0] == torch.cuda.current_device()

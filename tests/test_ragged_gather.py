@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_replay.ops.ragged_gather import PACKED_DTYPE, ragged_gather, ragged_scatter, row_bounds, take_rows
+from megatron_replay.ops.ragged_gather import PACKED_DTYPE, ragged_gather, ragged_scatter
 
 BACKENDS = ("reference", "cpp")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -73,48 +73,6 @@ def test_it_writes_into_the_part_of_a_larger_tensor_that_it_is_given(backend: st
         for ring, x in zip(source, whole, strict=True):
             assert torch.equal(x[offset : offset + 33], ring[at].to(x.dtype))
             assert bool((x[:offset] == 1).all()) and bool((x[offset + 33 :] == 1).all())
-
-
-@each_backend
-def test_rows_of_every_per_rollout_field(backend: str) -> None:
-    slots = torch.tensor([3, 0, 3, 6, 1])
-    columns = [torch.randn(7), torch.arange(7) * 2**40, torch.randn(7).double(), torch.arange(7, dtype=torch.int32)]
-    out = [torch.zeros(5, dtype=x.dtype) for x in columns]
-    take_rows(columns, slots, out, backend=backend)
-    assert all(torch.equal(o, c[slots]) for o, c in zip(out, columns, strict=True))
-    take_rows(columns, slots[:0], [x[:0] for x in out], backend=backend)
-    # columns of one record
-    record = torch.randint(0, 255, (7, 24), dtype=torch.uint8)
-    columns = [record[:, 8:16].view(torch.int64).squeeze(1), record[:, 20:24].view(torch.int32).squeeze(1)]
-    out = [torch.zeros(5, dtype=x.dtype) for x in columns]
-    take_rows(columns, slots, out, backend=backend)
-    assert all(torch.equal(o, c[slots]) for o, c in zip(out, columns, strict=True))
-    columns, out = [torch.randn(7), torch.arange(7)], [torch.zeros(5), torch.zeros(5, dtype=torch.int64)]
-    for bad in (7, -1):
-        with pytest.raises(ValueError, match=rf"slot must be in \[0, 7\), got ({bad}|.* to {bad}|{bad} to .*)"):
-            take_rows(columns, torch.tensor([1, bad, 0, 0, 0]), out, backend=backend)
-    with pytest.raises(ValueError, match=r"columns must be of 4 or 8 bytes an element, got torch.bool at 0"):
-        take_rows([torch.zeros(7, dtype=torch.bool)], slots, [torch.zeros(5, dtype=torch.bool)], backend=backend)
-    with pytest.raises(ValueError, match=r"out\[1\] must be torch.int64 \[5\].*got torch.float32 \[5\]"):
-        take_rows(columns[:2], slots, [out[0], out[0]], backend=backend)
-
-
-@each_backend
-def test_the_bounds_of_rows(backend: str) -> None:
-    start, length = torch.tensor([5, 0, 9, 2]), torch.tensor([3, 0, 4, 2**31 - 8])
-    starts, cu = row_bounds(start, length, torch.tensor([2, 1, 0, 2]), backend=backend)
-    assert starts.tolist() == [9, 0, 5, 9] and cu.tolist() == [0, 4, 4, 7, 11] and cu.dtype == torch.int32
-    starts, cu = row_bounds(start, length, torch.empty(0, dtype=torch.int64), backend=backend)
-    assert starts.numel() == 0 and cu.tolist() == [0]
-    with pytest.raises(ValueError, match=r"slot must be in \[0, 4\), got (4|0 to 4)"):
-        row_bounds(start, length, torch.tensor([0, 4]), backend=backend)
-    pairs = torch.tensor([[5, 3], [0, 0], [9, 4], [2, 1]])
-    starts, cu = row_bounds(pairs[:, 0], pairs[:, 1], torch.tensor([3, 0]), backend=backend)
-    assert starts.tolist() == [2, 5] and cu.tolist() == [0, 1, 4]
-    with pytest.raises(ValueError, match=r"length must have the stride of start \(2,\), got \(1,\)"):
-        row_bounds(pairs[:, 0], length, torch.tensor([3]), backend=backend)
-    with pytest.raises(OverflowError, match="cu_seqlens: 2147483648 tokens do not fit int32"):
-        row_bounds(start, length, torch.tensor([3, 2, 2]), backend=backend)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -14,7 +14,7 @@ set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 out=gpu_check.json
-benchmark="--quick" benchmark_limit=175 dry_run=
+benchmark="--quick" benchmark_limit=135 dry_run=
 
 fail() {
     echo "gpu_check.sh: $1" >&2
@@ -46,8 +46,9 @@ steps() {
 environment 20 "$PYTHON" tools/benchmarks/environment.py "\$RESULT"
 build 80 "$PYTHON" setup.py build_ext --inplace
 gpu_tests 195 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider $tests
-kernel_report 120 "$PYTHON" tools/kernel_report.py --json "\$RESULT"
+kernel_report 75 "$PYTHON" tools/kernel_report.py --json "\$RESULT"
 benchmark_loss $benchmark_limit "$PYTHON" tools/benchmark_loss.py --device cuda $benchmark --json "\$RESULT"
+benchmark_buffer 90 "$PYTHON" tools/benchmark_buffer.py --device cuda --quick --json "\$RESULT"
 STEPS
 }
 

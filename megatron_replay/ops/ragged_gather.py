@@ -1,6 +1,6 @@
-"""Rows of any length between rings of tokens and packed tensors; and rows of per-rollout fields.
+"""Rows of any length between rings of tokens and packed tensors.
 
-Dims: A tokens of a ring, n rows, T tokens of the n rows together, C slots. A row may wrap around the end of the ring.
+Dims: A tokens of a ring, n rows, T tokens of the n rows together. A row may wrap around the end of the ring.
 """
 
 from __future__ import annotations
@@ -14,22 +14,6 @@ from megatron_replay.ops import backend as backends
 
 # what a token is in a ring, and in a packed tensor: ids are stored narrow
 PACKED_DTYPE = {torch.int32: torch.int64, torch.bool: torch.bool, torch.float32: torch.float32}
-COLUMN_DTYPES = (torch.int32, torch.float32, torch.int64, torch.float64)
-
-
-def row_bounds(start: Tensor, length: Tensor, slots: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """(start_{slots_i} [n] int64, cu_seqlens [n+1] int32): the rows of some slots, for `ragged_gather`.
-
-    start, length [C] int64 of one stride, slots [n] int64 in [0, C), contiguous, all on the host. Raises ValueError
-    otherwise, OverflowError where the rows have 2^31 tokens or more.
-    """
-    host = torch.device("cpu")
-    _check_one("slots", slots, torch.int64, slots.numel(), host)
-    for name, x in (("start", start), ("length", length)):
-        _check_column(name, x, torch.int64, start.numel(), host)
-    if start.stride() != length.stride():
-        raise ValueError(f"length must have the stride of start {start.stride()}, got {length.stride()}")
-    return _implementation(backend, host).row_bounds(start, length, slots)
 
 
 def ragged_gather(
@@ -67,24 +51,6 @@ def ragged_scatter(
     _implementation(backend, start.device).ragged_scatter(rings, start, cu_seqlens, packed)
 
 
-def take_rows(columns: Sequence[Tensor], slots: Tensor, out: Sequence[Tensor], *, backend: str | None = None) -> None:
-    """out[i] = column[slots_i] for each column [C] and its out [n], of one dtype of 4 or 8 bytes.
-
-    slots [n] int64 in [0, C). Columns may have any stride: those of one record lie beside each other in memory, and a
-    row then costs one access instead of one for each column. Other conditions and errors as of `ragged_gather`.
-    """
-    slot_count = columns[0].numel() if columns else 0
-    _check_one("slots", slots, torch.int64, slots.numel(), slots.device)
-    if len(columns) != len(out):
-        raise ValueError(f"out must have one tensor for each of {len(columns)} columns, got {len(out)}")
-    for i, (column, target) in enumerate(zip(columns, out, strict=True)):
-        if column.dtype not in COLUMN_DTYPES:
-            raise ValueError(f"columns must be of 4 or 8 bytes an element, got {column.dtype} at {i}")
-        _check_column(f"columns[{i}]", column, column.dtype, slot_count, slots.device)
-        _check_one(f"out[{i}]", target, column.dtype, slots.numel(), slots.device)
-    _implementation(backend, slots.device).take_rows(columns, slots, out)
-
-
 def _check(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
     n = start.numel()
     _check_one("start", start, torch.int64, n, start.device)
@@ -96,11 +62,6 @@ def _check(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: S
             raise ValueError(f"rings must be int32, bool or float32, got {ring.dtype} at {i}")
         _check_one(f"rings[{i}]", ring, ring.dtype, rings[0].numel(), start.device)
         _check_one(f"packed[{i}]", target, PACKED_DTYPE[ring.dtype], packed[0].numel(), start.device)
-
-
-def _check_column(name: str, x: Tensor, dtype: torch.dtype, size: int, device: torch.device) -> None:
-    if x.dtype != dtype or x.shape != (size,) or x.device != device:
-        raise ValueError(f"{name} must be {dtype} [{size}] on {device}, got {x.dtype} {list(x.shape)} on {x.device}")
 
 
 def _check_one(name: str, x: Tensor, dtype: torch.dtype, size: int, device: torch.device) -> None:

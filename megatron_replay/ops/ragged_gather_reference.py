@@ -1,6 +1,6 @@
 """The ragged gather in plain torch: the definition. Equations: `ragged_gather.ragged_gather`.
 
-Dims: A tokens of a ring, n rows, T tokens of the n rows together, C slots.
+Dims: A tokens of a ring, n rows, T tokens of the n rows together.
 """
 
 from __future__ import annotations
@@ -9,14 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def row_bounds(start: Tensor, length: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    _check_slots(slots, start.numel())
-    cu = torch.cat([slots.new_zeros(1), length[slots].cumsum(0)])
-    if int(cu[-1]) > torch.iinfo(torch.int32).max:
-        raise OverflowError(f"cu_seqlens: {int(cu[-1])} tokens do not fit int32")
-    return start[slots], cu.int()
 
 
 def ragged_gather(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
@@ -29,18 +21,6 @@ def ragged_scatter(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, p
     at = _ring_index(rings[0], start, cu_seqlens, packed[0].numel())
     for ring, source in zip(rings, packed, strict=True):
         ring[at] = source.to(ring.dtype)
-
-
-def take_rows(columns: Sequence[Tensor], slots: Tensor, out: Sequence[Tensor]) -> None:
-    count = columns[0].numel() if columns else 0
-    _check_slots(slots, count)
-    for column, target in zip(columns, out, strict=True):
-        target.copy_(column[slots])
-
-
-def _check_slots(slots: Tensor, count: int) -> None:
-    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= count):
-        raise ValueError(f"slot must be in [0, {count}), got {int(slots.min())} to {int(slots.max())}")
 
 
 def _ring_index(ring: Tensor, start: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:

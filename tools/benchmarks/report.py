@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .json_file import write_json
 from .row import Row
 
 MIB = 2**20
@@ -53,12 +52,8 @@ class Report:
         }
 
     def write(self) -> None:
-        """Replace the file in one step: a reader never sees half of it."""
-        if self.path is None:
-            return
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.data(), indent=1) + "\n")
-        beside.replace(self.path)
+        if self.path is not None:
+            write_json(self.path, self.data())
 
     def table(self) -> str:
         """Aligned columns; where a row has no time, what is wrong with it."""

@@ -1,0 +1,1 @@
+"""What tools/benchmark_buffer.py is made of."""
