@@ -18,6 +18,8 @@ void log_weights(Priority priority, const float* advantage, const float* group_s
                  double alpha, double eps, double* out);
 void ragged_gather(const RaggedRows& rows, int threads);
 void ragged_scatter(const RaggedRows& rows, int threads);
+void take_records(const Records& records, const int64_t* slot, int64_t count, int64_t* taken, int64_t* start,
+                  int32_t* cu);
 
 }  // namespace cpu
 

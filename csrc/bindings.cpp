@@ -143,6 +143,14 @@ void ragged_scatter_cuda(const FieldArgs& fields, const RowsArgs& rows, const Qu
     mr::cuda::ragged_scatter(rows_of(fields, rows), queue_of(queue));
 }
 
+void take_records_cpu(uintptr_t records, int64_t slots, int64_t width, std::pair<int64_t, int64_t> row,
+                      uintptr_t slot, int64_t count, const std::tuple<uintptr_t, uintptr_t, uintptr_t>& out) {
+    const auto [taken, start, cu] = out;
+    const mr::Records from{at<const int64_t>(records), slots, width, row.first, row.second};
+    mr::cpu::take_records(from, at<const int64_t>(slot), count, at<int64_t>(taken), at<int64_t>(start),
+                          at<int32_t>(cu));
+}
+
 std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
     const auto [c0, c1, c2, c3] = counter;
     const mr::Words4 out = mr::philox4x32({c0, c1, c2, c3}, key[0], key[1]);
@@ -171,6 +179,9 @@ PYBIND11_MODULE(_C, m) {
           arg("threads"));
     m.def("ragged_scatter_cpu", &ragged_scatter_cpu, nogil, arg("fields"), arg("rows"), arg("packed_tokens"),
           arg("threads"));
+
+    m.def("take_records_cpu", &take_records_cpu, nogil, arg("records"), arg("slots"), arg("width"),
+          arg("row"), arg("slot"), arg("count"), arg("out"));
 
     m.def("priority_draw_cuda", &priority_draw_cuda, nogil, arg("window"), arg("key"), arg("n"), arg("out"),
           arg("workspace"), arg("queue"));

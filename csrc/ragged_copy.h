@@ -31,6 +31,12 @@ struct RaggedRows {
     int64_t rows, ring_tokens;
 };
 
+// One record of each slot: `width` words, of which two say where the slot's row begins, and how long it is.
+struct Records {
+    const int64_t* word;  // [slots, width]
+    int64_t slots, width, start, length;
+};
+
 // A row as its one or two straight pieces: packed offset, ring offset, tokens.
 struct Pieces {
     int64_t packed, ring, first, second;  // the second piece begins at ring offset 0

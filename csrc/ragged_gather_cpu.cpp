@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "backend.h"
+#include "check.h"
 #include "parallel_for.h"
 
 namespace megatron_replay::cpu {
@@ -68,5 +69,22 @@ void copy_rows(const RaggedRows& rows, int threads) {
 void ragged_gather(const RaggedRows& rows, int threads) { copy_rows<true>(rows, threads); }
 
 void ragged_scatter(const RaggedRows& rows, int threads) { copy_rows<false>(rows, threads); }
+
+void take_records(const Records& records, const int64_t* slot, int64_t count, int64_t* taken, int64_t* start,
+                  int32_t* cu) {
+    int64_t sum = 0;
+    cu[0] = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        MR_CHECK(slot[i] >= 0 && slot[i] < records.slots, "slots must be in [0, ", records.slots, "), got ",
+                 slot[i], " at row ", i);
+        const int64_t* const record = records.word + slot[i] * records.width;
+        memcpy(taken + i * records.width, record, size_t(records.width) * sizeof(int64_t));
+        start[i] = record[records.start];
+        sum += record[records.length];
+        if (sum > INT32_MAX)
+            throw std::overflow_error(joined("cu_seqlens: ", sum, " tokens do not fit int32, at row ", i));
+        cu[i + 1] = int32_t(sum);
+    }
+}
 
 }  // namespace megatron_replay::cpu

@@ -205,7 +205,7 @@ class RolloutReplayBuffer:
         over = ring.tokens_stored + batch.tokens.numel() - ring.tokens
         by_tokens = 0
         if over > 0:
-            by_tokens = int((ring.live(ring.host_rows["length"]).cumsum(0) < over).sum()) + 1
+            by_tokens = int((ring.live(ring.rows["length"]).cumsum(0) < over).sum()) + 1
         return max(by_tokens, len(ring) + len(batch) - ring.slots, 0)
 
     def _own_draw(self, n: int, step: int) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ class RolloutReplayBuffer:
     ) -> Draw:
         none = torch.empty(0, dtype=torch.int64)
         slots, keys = self._own_draw(n, step) if problem is None else (none, none.double())
-        uids, lengths = (self.ring.host_rows[name][slots] for name in ("uid", "length"))
+        uids, lengths = (self.ring.rows[name][slots] for name in ("uid", "length"))
         own = Candidates(keys, uids, lengths, 0 if fresh is None else fresh.tokens.numel(), problem)
         won = global_draw(own, n, self.group, with_replacement=self.config.with_replacement)
         destination = assign(won.lengths, won.owner, won.loads)

@@ -51,4 +51,4 @@ def _repeated(uid: Tensor, ring: RolloutRing, largest_uid: int) -> Tensor:
     repeated = times[inverse] > 1
     if int(uid.min()) > largest_uid:
         return repeated
-    return repeated | torch.isin(uid, ring.live(ring.host_rows["uid"]).to(uid.device))
+    return repeated | torch.isin(uid, ring.live(ring.rows["uid"]).to(uid.device))

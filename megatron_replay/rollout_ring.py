@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops.priority_draw import DrawWindow
-from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter
+from megatron_replay.ops.ragged_gather import ragged_gather, ragged_scatter, take_records
 from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_DTYPES, TOKEN_FIELDS, RolloutBatch, cumulative
 
 # ids of any vocabulary fit int32; the buffer checks it
 STORED_DTYPES = TOKEN_DTYPES | {"tokens": torch.int32}
-# one record: 64 bytes, a line of the cache; `start` and `length` are those of the row in the token ring
+# one record: 8 words, a line of the cache; first the float32 fields, two in a word, at the end those of the row in the
+# ring of tokens
 RECORD_DTYPES = ROLLOUT_DTYPES | {"start": torch.int64, "length": torch.int64}
-RECORD_BYTES = sum(dtype.itemsize for dtype in RECORD_DTYPES.values())
-FLOATS = sum(dtype == torch.float32 for dtype in RECORD_DTYPES.values())  # they stand first
+WORDS = sum(dtype.itemsize for dtype in RECORD_DTYPES.values()) // 8
+FLOATS = sum(dtype == torch.float32 for dtype in RECORD_DTYPES.values())
 
 
 class RolloutRing:
@@ -32,10 +33,10 @@ class RolloutRing:
         self.slots, self.tokens, self.backend = slots, tokens, backend
         self.device = torch.device(device)
         self.arena = {n: torch.zeros(tokens, dtype=t, device=device) for n, t in STORED_DTYPES.items()}
-        self.records = torch.zeros(slots, RECORD_BYTES, dtype=torch.uint8, device=device)
-        # what is read on the host at every step, for sizes: of a device it has a copy
-        self.ledger = self.records if self.device.type == "cpu" else torch.zeros(slots, RECORD_BYTES, dtype=torch.uint8)
-        self.rows, self.host_rows = _columns(self.records), _columns(self.ledger)
+        # the host reads records at every step, for sizes: of a device it has a copy
+        self.ledger = torch.zeros(slots, WORDS, dtype=torch.int64)
+        self.records = self.ledger if self.device.type == "cpu" else self.ledger.to(device)
+        self.rows = _columns(self.ledger)
         # what every draw reads of all rollouts, without gaps
         self.log_weight = torch.zeros(slots, dtype=torch.float64, device=device)
         self.uid = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -62,7 +63,7 @@ class RolloutRing:
 
     def birth_step(self, i: int) -> int:
         """Of the i-th oldest rollout."""
-        return int(self.host_rows["birth_step"][(self.head + i) % self.slots])
+        return int(self.rows["birth_step"][(self.head + i) % self.slots])
 
     def born_before(self, step: int) -> int:
         """How many rollouts were: they are the oldest."""
@@ -96,8 +97,8 @@ class RolloutRing:
 
     def drop_oldest(self, count: int) -> int:
         """Forget the `count` oldest rollouts; returns how many tokens they had."""
-        tokens = int(self.live(self.host_rows["length"], count).sum())
-        self.birth_sum -= int(self.live(self.host_rows["birth_step"], count).sum())
+        tokens = int(self.live(self.rows["length"], count).sum())
+        self.birth_sum -= int(self.live(self.rows["birth_step"], count).sum())
         self.tokens_stored -= tokens
         self.head = (self.head + count) % self.slots
         self.size -= count
@@ -109,13 +110,13 @@ class RolloutRing:
 
         The batch's per-rollout fields are columns of copied records.
         """
-        on_host = self.ledger[slots.cpu()]
-        bounds = _columns(on_host)
-        own = cu = cumulative(bounds["length"])
-        record = on_host if self.ledger is self.records else self.records[slots.to(self.device)]
-        t = 0
+        host = None if self.backend == "cuda" else self.backend  # the host's part is not CUDA's
+        record, start, own = take_records(self.ledger, slots.cpu(), start=WORDS - 2, length=WORDS - 1, backend=host)
+        if self.records is not self.ledger:
+            record = self.records.index_select(0, slots.to(self.device))
+        t, cu = 0, own
         if after is not None:
-            t, cu = after.tokens.numel(), cumulative(torch.cat([after.lengths.cpu(), bounds["length"]]))
+            t, cu = after.tokens.numel(), cumulative(torch.cat([after.lengths.cpu(), own.diff()]))
             record = torch.cat([_record(after, {}).to(self.device), record])
         total = int(cu[-1])
         packed = {name: torch.empty(total, dtype=dtype, device=self.device) for name, dtype in TOKEN_DTYPES.items()}
@@ -124,7 +125,7 @@ class RolloutRing:
                 x[:t] = getattr(after, name)
         ragged_gather(
             list(self.arena.values()),
-            bounds["start"].contiguous().to(self.device),
+            start.to(self.device),
             own.to(self.device),
             [x[t:] for x in packed.values()],
             backend=self.backend,
@@ -134,15 +135,14 @@ class RolloutRing:
 
 
 def _columns(records: Tensor) -> dict[str, Tensor]:
-    """Every field [N] of records [N, RECORD_BYTES], as views."""
+    """Every field [N] of records [N, WORDS], as views."""
     floats = records.view(torch.float32).unbind(1)[:FLOATS]
-    ints = records.view(torch.int64).unbind(1)[FLOATS // 2 :]
-    return dict(zip(RECORD_DTYPES, floats + ints, strict=True))
+    return dict(zip(RECORD_DTYPES, floats + records.unbind(1)[FLOATS // 2 :], strict=True))
 
 
 def _record(batch: RolloutBatch, more: dict[str, Tensor]) -> Tensor:
-    """[N, RECORD_BYTES] uint8: the batch's fields, and `more`; what neither has is 0."""
-    record = torch.zeros(len(batch), RECORD_BYTES, dtype=torch.uint8, device=batch.device)
+    """[N, WORDS] int64: the batch's fields, and `more`; what neither has is 0."""
+    record = torch.zeros(len(batch), WORDS, dtype=torch.int64, device=batch.device)
     for name, column in _columns(record).items():
         if name in ROLLOUT_DTYPES or name in more:
             column.copy_(more[name] if name in more else getattr(batch, name))

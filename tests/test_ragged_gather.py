@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_replay.ops.ragged_gather import PACKED_DTYPE, ragged_gather, ragged_scatter
+from megatron_replay.ops.ragged_gather import PACKED_DTYPE, ragged_gather, ragged_scatter, take_records
 
 BACKENDS = ("reference", "cpp")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -73,6 +73,29 @@ def test_it_writes_into_the_part_of_a_larger_tensor_that_it_is_given(backend: st
         for ring, x in zip(source, whole, strict=True):
             assert torch.equal(x[offset : offset + 33], ring[at].to(x.dtype))
             assert bool((x[:offset] == 1).all()) and bool((x[offset + 33 :] == 1).all())
+
+
+@each_backend
+def test_records_of_slots_and_the_bounds_of_their_rows(backend: str) -> None:
+    records = torch.tensor([[7, 5, 3], [8, 0, 0], [9, 9, 4], [6, 2, 2**31 - 8]])
+
+    def taken(slots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        return take_records(records, torch.tensor(slots, dtype=torch.int64), start=1, length=2, backend=backend)
+
+    record, start, cu = taken([2, 1, 0, 2])
+    assert torch.equal(record, records[[2, 1, 0, 2]])
+    assert start.tolist() == [9, 0, 5, 9] and cu.tolist() == [0, 4, 4, 7, 11] and cu.dtype == torch.int32
+    record, start, cu = taken([])
+    assert record.shape == (0, 3) and start.numel() == 0 and cu.tolist() == [0]
+    for bad in (4, -1):
+        with pytest.raises(ValueError, match=rf"slots must be in \[0, 4\), got ({bad}|.* to {bad}|{bad} to .*)"):
+            taken([0, bad])
+    with pytest.raises(OverflowError, match="cu_seqlens: 2147483648 tokens do not fit int32"):
+        taken([3, 2, 2])
+    with pytest.raises(ValueError, match="length must be one of the 3 columns, got 3"):
+        take_records(records, torch.tensor([0]), start=1, length=3, backend=backend)
+    with pytest.raises(ValueError, match="records must be torch.int64"):
+        take_records(records.float(), torch.tensor([0]), start=1, length=2, backend=backend)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -16,6 +16,23 @@ from megatron_replay.ops import backend as backends
 PACKED_DTYPE = {torch.int32: torch.int64, torch.bool: torch.bool, torch.float32: torch.float32}
 
 
+def take_records(
+    records: Tensor, slots: Tensor, *, start: int, length: int, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The records [n, W] of slots [n], their column `start` [n], and cu_seqlens [n+1] int32 of their column `length`.
+
+    records [C, W] int64, slots [n] int64 in [0, C), both on the host and contiguous: what `ragged_gather` needs to know
+    of some slots. Raises ValueError otherwise, OverflowError where the rows have 2^31 tokens or more.
+    """
+    host = torch.device("cpu")
+    _check_one("records", records.view(-1), torch.int64, records.numel(), host)
+    _check_one("slots", slots, torch.int64, slots.numel(), host)
+    for name, column in (("start", start), ("length", length)):
+        if not 0 <= column < records.shape[1]:
+            raise ValueError(f"{name} must be one of the {records.shape[1]} columns, got {column}")
+    return _implementation(backend, host).take_records(records, slots, start, length)
+
+
 def ragged_gather(
     rings: Sequence[Tensor],
     start: Tensor,

@@ -16,6 +16,15 @@ from megatron_replay.ops.extension import extension, queue
 ELEMENT = {torch.bool: 0, torch.float32: 1, torch.int32: 2}
 
 
+def take_records(records: Tensor, slots: Tensor, start: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    count, (rows, width) = slots.numel(), records.shape
+    taken, starts = records.new_empty(count, width), torch.empty_like(slots)
+    cu = torch.empty(count + 1, dtype=torch.int32)
+    out = (taken.data_ptr(), starts.data_ptr(), cu.data_ptr())
+    extension().take_records_cpu(records.data_ptr(), rows, width, (start, length), slots.data_ptr(), count, out)
+    return taken, starts, cu
+
+
 def ragged_gather(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
     _move("ragged_gather", rings, start, cu_seqlens, packed)
 

@@ -11,6 +11,17 @@ import torch
 from torch import Tensor
 
 
+def take_records(records: Tensor, slots: Tensor, start: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    count = records.shape[0]
+    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= count):
+        raise ValueError(f"slots must be in [0, {count}), got {int(slots.min())} to {int(slots.max())}")
+    taken = records[slots]
+    cu = torch.cat([slots.new_zeros(1), taken[:, length].cumsum(0)])
+    if int(cu[-1]) > torch.iinfo(torch.int32).max:
+        raise OverflowError(f"cu_seqlens: {int(cu[-1])} tokens do not fit int32")
+    return taken, taken[:, start].contiguous(), cu.int()
+
+
 def ragged_gather(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
     at = _ring_index(rings[0], start, cu_seqlens, packed[0].numel())
     for ring, target in zip(rings, packed, strict=True):
