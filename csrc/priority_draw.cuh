@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kDrawThreads)
     const int64_t stride = int64_t{gridDim.x} * kDrawThreads;
     for (int64_t i = int64_t{blockIdx.x} * kDrawThreads + threadIdx.x; i < count; i += stride) {
         const uint64_t rank = ranks[i];
-        if (rank != 0 && rank >> shift == state.prefix >> shift)
+        if (rank >> shift == state.prefix >> shift)
             atomicAdd(&bins[digit_of(rank, digit + 1)], 1u);
     }
     add_to(histogram + (digit + 1) * kBins, bins);

@@ -12,54 +12,53 @@ constexpr int64_t kGrain = 256;  // rows for which a thread is worth starting
 constexpr int64_t kAhead = 6;    // rows between asking for one and copying it
 
 template <class To, class From>
-void copy(To* to, const From* from, int64_t count) {
+void copy(To* __restrict__ to, const From* __restrict__ from, int64_t count) {
     if constexpr (sizeof(To) == sizeof(From))
         memcpy(to, from, size_t(count) * sizeof(To));
     else
         for (int64_t i = 0; i < count; ++i) to[i] = To(from[i]);
 }
 
-template <bool kGather, class Ring, class Packed>
-void copy_pieces(const RaggedField& field, const Pieces& p) {
-    Ring* const ring = static_cast<Ring*>(field.ring);
-    Packed* const packed = static_cast<Packed*>(field.packed) + p.packed;
-    if (kGather) {
-        copy(packed, ring + p.ring, p.first);
-        copy(packed + p.first, ring, p.second);
-    } else {
-        copy(ring + p.ring, packed, p.first);
-        copy(ring, packed + p.first, p.second);
-    }
+// Asks for the beginning of a piece that is copied soon: rows lie anywhere in the ring, and a row is too short for
+// the processor to see the next ones coming.
+void prefetch(const void* from, int64_t bytes) {
+    constexpr int64_t kLine = 64, kMost = 4 * kLine;
+    const char* const at = static_cast<const char*>(from);
+    for (int64_t b = 0; b < bytes && b < kMost; b += kLine) __builtin_prefetch(at + b);
 }
 
-// Asks for the beginning of a row that is copied soon: rows lie anywhere in the ring, and a row is too short
-// for the processor to see the next ones coming.
-void prefetch(const RaggedRows& rows, int64_t row) {
-    constexpr int64_t kLine = 64, kMost = 4 * kLine;
-    const Pieces pieces(rows, row);
-    for (int f = 0; f < rows.fields; ++f) {
-        const int64_t width = rows.field[f].element == Element::kByte ? 1 : 4;
-        const char* const at = static_cast<const char*>(rows.field[f].ring) + pieces.ring * width;
-        const int64_t bytes = pieces.first * width < kMost ? pieces.first * width : kMost;
-        for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(at + b);
+template <bool kGather, class Ring, class Packed>
+void copy_field(const RaggedRows& rows, const RaggedField& field, int64_t first, int64_t last) {
+    Ring* const ring = static_cast<Ring*>(field.ring);
+    Packed* const packed = static_cast<Packed*>(field.packed);
+    for (int64_t row = first; row < last; ++row) {
+        if (kGather && row + kAhead < last) {
+            const Pieces soon(rows, row + kAhead);
+            prefetch(ring + soon.ring, soon.first * int64_t(sizeof(Ring)));
+        }
+        const Pieces p(rows, row);
+        if (kGather) {
+            copy(packed + p.packed, ring + p.ring, p.first);
+            copy(packed + p.packed + p.first, ring, p.second);
+        } else {
+            copy(ring + p.ring, packed + p.packed, p.first);
+            copy(ring, packed + p.packed + p.first, p.second);
+        }
     }
 }
 
 template <bool kGather>
 void copy_rows(const RaggedRows& rows, int threads) {
     parallel_for(rows.rows, kGrain, threads, [&](int64_t first, int64_t last, int) {
-        for (int64_t row = first; row < last; ++row) {
-            if (kGather && row + kAhead < last) prefetch(rows, row + kAhead);
-            const Pieces pieces(rows, row);
-            for (int f = 0; f < rows.fields; ++f) {
-                const RaggedField& field = rows.field[f];
-                if (field.element == Element::kIdOfWord)
-                    copy_pieces<kGather, int32_t, int64_t>(field, pieces);
-                else if (field.element == Element::kWord)
-                    copy_pieces<kGather, uint32_t, uint32_t>(field, pieces);
-                else
-                    copy_pieces<kGather, uint8_t, uint8_t>(field, pieces);
-            }
+        // one field after another: side by side, their rows meet in the same sets of the cache (measured: 2.5 times)
+        for (int f = 0; f < rows.fields; ++f) {
+            const RaggedField& field = rows.field[f];
+            if (field.element == Element::kIdOfWord)
+                copy_field<kGather, int32_t, int64_t>(rows, field, first, last);
+            else if (field.element == Element::kWord)
+                copy_field<kGather, uint32_t, uint32_t>(rows, field, first, last);
+            else
+                copy_field<kGather, uint8_t, uint8_t>(rows, field, first, last);
         }
     });
 }
