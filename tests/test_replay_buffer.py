@@ -269,6 +269,34 @@ def test_both_backends_store_and_draw_the_same(backend: str) -> None:
         assert torch.equal(ours.uids, theirs.uids) and same(ours.batch, theirs.batch)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_a_buffer_on_a_device_is_the_host_s(with_replacement: bool) -> None:
+    def new(device: str) -> RolloutReplayBuffer:
+        config = ReplayConfig(capacity=40, tau_max=4, with_replacement=with_replacement, importance_beta=0.4)
+        return RolloutReplayBuffer(config, seed=7, arena_tokens=150, device=device)
+
+    host, device = new("cpu"), new("cuda")
+    for step in range(12):
+        fresh = batch(
+            [(1 + step % 3, 2), (2, 3), (1, 1 + step)] * 3, birth_step=step, first_counter=20 * step, seed=step
+        )
+        for b in (host, device):
+            b.evict(step)
+        expected, found = host.draw(7, step, fresh), device.draw(7, step, fresh)
+        assert torch.equal(found.uids, expected.uids) and found.batch.device.type == "cuda"
+        assert same(found.batch.to("cpu"), expected.batch)
+        for b in (host, device):
+            b.push(fresh)
+        assert device.metrics(step) == host.metrics(step)
+    saved = device.state_dict()
+    assert all(torch.equal(x, saved[name]) for name, x in host.state_dict().items())
+    again = new("cuda")
+    again.load_state_dict([saved])
+    assert torch.equal(again.draw(5, 12).uids, host.draw(5, 12).uids)
+
+
 @pytest.mark.slow
 def test_a_million_rollouts() -> None:
     n, each = 1_000_000, 50_000
@@ -486,9 +514,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS, st.integers(1, 9), st.integers(12, 60), st.integers(0, 2**64 - 1))
-def test_any_sequence_of_operations_equals_plain_python(
-    operations: Any, capacity: int, arena: int, seed: int
-) -> None:
+def test_any_sequence_of_operations_equals_plain_python(operations: Any, capacity: int, arena: int, seed: int) -> None:
     config = ReplayConfig(capacity=capacity, tau_max=2)
 
     def new() -> RolloutReplayBuffer:

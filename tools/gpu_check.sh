@@ -39,7 +39,7 @@ cd "$(dirname -- "$0")/.."
 
 # the files with GPU tests; they import neither megatron-core nor transformers
 tests="tests/test_token_logprob*.py tests/test_grpo_loss*.py tests/test_linear_grpo_loss*.py"
-tests="$tests tests/test_priority_draw.py tests/test_extension.py"
+tests="$tests tests/test_extension.py tests/test_replay_buffer.py"
 
 steps() {
     cat <<STEPS
