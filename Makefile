@@ -9,7 +9,6 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-# the newest Triton is in .venv; the oldest one that the kernels support is tested beside it
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 QUICKSTART := @examples/quickstart/flags.txt
 export OMP_NUM_THREADS ?= 1
@@ -40,7 +39,8 @@ test: install $(OLDEST_TRITON)/.installed  ## all tests
 	$(PY) -m pytest
 
 $(OLDEST_TRITON)/.installed: $(STAMP)
-	# its interpreter needs an older numpy; where there is no wheel the tests that need it say so and are skipped
+	# the newest Triton is in .venv, and the oldest that the kernels support is tested beside it; its interpreter needs
+	# an older numpy; where there is no wheel the tests that need it say so and are skipped
 	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 numpy==2.3.5 \
 		&& touch $@ || echo 'triton 3.6.0 does not install here: it is left out of the tests'
 

@@ -10,13 +10,13 @@ import argparse
 import resource
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from benchmarks.buffer.measure import CALLS, measure, nothing
 from benchmarks.buffer.report import Report
 from benchmarks.buffer.roster import add_installed, available
 from benchmarks.buffer.stock import BufferSize
+from benchmarks.command_line import Parser
 from benchmarks.environment import environment
 
 # by device and --quick; the help text shows them
@@ -32,12 +32,6 @@ DEFAULTS = {
     ("cuda", True): {"rollouts": [30_000, 30_000], "tokens_per_rollout": [64, 2048], "drawn": 1024, "repeats": 5},
 }
 SEED = 1234
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of the whole usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:

@@ -11,10 +11,10 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from benchmarks import measure_cpu
+from benchmarks.command_line import Parser
 from benchmarks.environment import environment
 from benchmarks.implementations import Settings
 from benchmarks.picture import draw
@@ -44,12 +44,6 @@ DEFAULTS = {
     },
 }
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of the whole usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:

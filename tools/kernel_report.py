@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Triton 3.9 warns about its default unless it is set
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -33,6 +33,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import sass
 import torch
 import triton
+from benchmarks.command_line import Parser
 from kernel_cases import KERNELS, Case, logprob_cases, loss_cases
 from triton.backends.nvidia.compiler import get_ptxas
 
@@ -170,13 +171,8 @@ def table_text(report: Sequence[dict[str, Any]]) -> str:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--arch", action="append", choices=CAPABILITIES, help="repeatable; all by default")
     parser.add_argument("--kernel", action="append", choices=KERNELS, help="repeatable; all by default")

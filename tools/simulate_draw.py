@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from benchmark_loss import Parser
+from benchmarks.command_line import Parser
 from benchmarks.environment import environment
 from benchmarks.json_file import write_json
 from simulation.exchange import BINS

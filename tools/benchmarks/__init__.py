@@ -1,1 +1,1 @@
-"""What tools/benchmark_loss.py is made of."""
+"""What tools/benchmark_loss.py and tools/benchmark_buffer.py are made of."""

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .command_line import aligned
 from .json_file import write_json
 from .row import Row
 
@@ -57,12 +58,9 @@ class Report:
 
     def table(self) -> str:
         """Aligned columns; where a row has no time, what is wrong with it."""
-        lines = [TITLES] + [_cells(r) for r in self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = []
-        for cells, row in zip(lines, [None, *self.rows], strict=True):
-            padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-            text.append("  ".join(padded) + ("" if row is None or row.error is None else f"  {row.error}"))
+        lines = aligned([TITLES, *map(_cells, self.rows)], left=1)
+        errors = ["", *("" if r.error is None else f"  {r.error}" for r in self.rows)]
+        text = [line + error for line, error in zip(lines, errors, strict=True)]
         text += [f"floor: {f['name']}, T={f['T']} tp={f['tp']}: {f['ms']:.3f} ms" for f in self.floors]
         return "\n".join(text)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..command_line import aligned
 from ..json_file import write_json
 from .ratio import ratios
 from .row import Finding, Row
@@ -63,12 +64,9 @@ class Report:
 
     def table(self) -> str:
         """Aligned columns, what is wrong with a row that has no time, and the ratios."""
-        lines = [TITLES, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = []
-        for cells, row in zip(lines, [None, *self.rows], strict=True):
-            padded = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-            text.append("  ".join(padded) + ("" if row is None or row.error is None else f"  {row.error}"))
+        lines = aligned([TITLES, *map(_cells, self.rows)], left=2)
+        errors = ["", *("" if r.error is None else f"  {r.error}" for r in self.rows)]
+        text = [line + error for line, error in zip(lines, errors, strict=True)]
         text += [f"not measured: {s['implementation']}, {s['why']}" for s in self.skipped]
         return "\n".join([*text, *map(str, ratios(self.rows))])
 
