@@ -63,7 +63,7 @@ def cuda_command(nvcc: str, archs: list[str]) -> list[str]:
     newest = archs[-1].rstrip("af")  # PTX with a suffix would run on that architecture alone
     codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     # no fused multiply-add: keys have the same bits on every device (csrc/portable_log.h)
-    flags = ["-O3", "-std=c++17", "-fmad=false", "-lineinfo", "-cudart", "static"]
+    flags = ["-O3", "-std=c++17", "-fmad=false", "-lineinfo"]
     define = f'-DMR_CUDA_ARCHS="{";".join(archs)}"'
     return [nvcc, *flags, "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes, define, "-Icsrc"]
 

@@ -59,6 +59,8 @@ mr::RaggedRows rows_of(const FieldArgs& fields, const RowsArgs& args) {
     const auto [start, cu, count, ring_tokens] = args;
     MR_CHECK(int(fields.size()) <= mr::kMostFields, "fields must be at most ", mr::kMostFields, ", got ",
              fields.size());
+    MR_CHECK(count >= 0 && ring_tokens >= 1, "rows must be at least 0, and ring_tokens at least 1, got ", count,
+             " and ", ring_tokens);
     mr::RaggedRows rows{};
     for (const auto& [ring, packed, element] : fields)
         rows.field[rows.fields++] = {at<void>(ring), at<void>(packed), static_cast<mr::Element>(element)};

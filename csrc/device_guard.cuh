@@ -8,14 +8,18 @@ class DeviceGuard {
    public:
     explicit DeviceGuard(int device) {
         MR_CUDA(cudaGetDevice(&before_));
-        if (before_ != device) MR_CUDA(cudaSetDevice(device));
+        changed_ = before_ != device;
+        if (changed_) MR_CUDA(cudaSetDevice(device));
     }
-    ~DeviceGuard() { cudaSetDevice(before_); }
+    ~DeviceGuard() {
+        if (changed_) cudaSetDevice(before_);
+    }
     DeviceGuard(const DeviceGuard&) = delete;
     DeviceGuard& operator=(const DeviceGuard&) = delete;
 
    private:
     int before_ = 0;
+    bool changed_ = false;
 };
 
 }  // namespace megatron_replay::cuda

@@ -103,7 +103,7 @@ void key_bounds(const double* log_weight, const int64_t* uid, int64_t count, con
 }
 
 // Bounds as 14-bit integers of the same order: 64 KiB of counts, steps of 1/32 of the bound's size.
-constexpr int kBins = 1 << 14;
+constexpr int kBoundBins = 1 << 14;
 
 int bin_of(float bound) {
     int32_t bits;
@@ -170,6 +170,9 @@ std::vector<int64_t> within(const float* bound, int64_t count, float low, float 
     return found;
 }
 
+// A float that no bound of a key so large is below, and that is above what stands for a rollout never drawn.
+float below(double key) { return std::max(std::nextafter(float(key), kNever), -FLT_MAX); }
+
 // The least value of a bin, as a float.
 float edge_of(int bin) {
     const uint32_t order = uint32_t(bin) << 18;
@@ -189,7 +192,7 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
     std::vector<std::vector<int32_t>> histogram(std::max(threads, 1));
     parallel_for(window.count, kGrain, threads, [&](int64_t first, int64_t last, int thread) {
         bounds_of(window, key, first, last, bound.get());
-        histogram[thread].resize(kBins);
+        histogram[thread].resize(kBoundBins);
         for (int64_t i = first; i < last; ++i) ++histogram[thread][bin_of(bound[i])];
     });
     // the fewest bins from the top that hold n rollouts, and an eighth more: with those the n-th key is
@@ -197,7 +200,7 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
     const int64_t wanted = n + n / 8 + 16;
     const int never = bin_of(kNever);
     int64_t seen = 0;
-    int cut = kBins;
+    int cut = kBoundBins;
     while (cut > never + 1 && seen < wanted) {
         --cut;
         for (const auto& counts : histogram)
@@ -215,7 +218,7 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
     if (cut > never + 1) {
         // n keys are known; whoever's bound is below the least of them is not drawn
         const auto last = std::max_element(winners.begin(), winners.end(), before);
-        const float low = std::nextafter(float(key_of(last->rank)), kNever);
+        const float low = below(key_of(last->rank));
         if (low < edge) {
             add_winners(window, key, within(bound.get(), window.count, low, edge), winners);
             keep_largest();
@@ -244,7 +247,7 @@ void repeated_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
             const int64_t top = std::max_element(bound.begin(), bound.end()) - bound.begin();
             std::vector<Winner> close;
             add_winners(window, own, {top}, close);
-            const float low = std::nextafter(float(key_of(close[0].rank)), kNever);
+            const float low = below(key_of(close[0].rank));
             add_winners(window, own, within(bound.data(), window.count, low, kAll), close);
             const Winner best = *std::min_element(close.begin(), close.end(), before);
             slot[repeat] = best.slot;

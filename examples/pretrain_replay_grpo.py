@@ -34,7 +34,7 @@ from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig
 from megatron_replay.engines.embedded import EmbeddedEngine
 from megatron_replay.ops import backend as backends
-from megatron_replay.replay_buffer import RolloutReplayBuffer
+from megatron_replay.replay_buffer import MOST_TOKENS, RolloutReplayBuffer
 from megatron_replay.rollout import Prompt
 from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
 from megatron_replay.tasks.reward import Reward
@@ -68,9 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) -> None:
     began = time.perf_counter()
     data = groups.data_parallel()
+    buffer_device = torch.device("cpu") if args.rl_replay_buffer_device == "cpu" else groups.device
     if dist.get_rank() == 0:
         print(
             f"TP {groups.tensor_size} x PP {groups.pipeline_size} x DP {data.size} on {groups.device.type}, "
+            f"buffer on {buffer_device.type} ({backends.resolve('priority_draw', None, buffer_device)}), "
             f"model {args.load_hf}, task {args.rl_task}, replay ratio {config.replay.replay_ratio:g}, "
             f"writing to {args.run_dir}",
             flush=True,
@@ -84,7 +86,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
         seed=config.seed,
         arena_tokens=arena_tokens(args, config, data.size),
         group=data,
-        device="cpu" if args.rl_replay_buffer_device == "cpu" else groups.device,
+        device=buffer_device,
     )
     task = build_task(args.rl_task, split="train", seed=args.seed, data_path=args.data_path)
     max_prompt_length = args.seq_length - args.rl_max_response_length
@@ -220,9 +222,17 @@ def build_sampler(args: argparse.Namespace, policy: MegatronPolicy, shape: Model
 
 
 def arena_tokens(args: argparse.Namespace, config: GrpoConfig, shards: int) -> int:
-    """Tokens of one shard's arena: every rollout that can be alive at once, at full length."""
+    """Tokens of one shard's arena: every rollout that it can hold at once, at full length."""
+    if not config.replay.enabled:
+        return 1
     alive = (config.replay.tau_max + 1) * config.prompts_per_step * config.group_size
-    return -(-min(config.replay.capacity, alive) // shards) * args.seq_length
+    tokens = min(config.replay.capacity, -(-alive // shards)) * args.seq_length
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"--rl-replay-capacity {config.replay.capacity} must leave a rank fewer than 2^31 tokens of "
+            f"--seq-length {args.seq_length}, got {tokens}"
+        )
+    return tokens
 
 
 def check(args: argparse.Namespace, shape: ModelShape, tokenizer: Tokenizer, groups: ParallelGroups) -> None:

@@ -6,6 +6,7 @@ Every check raises a ValueError whose message begins with the field's name and c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -38,7 +39,7 @@ class ReplayConfig:
     priority_eps: float = 1e-6
     tau_max: int = 10
     warmup_steps: int = 20
-    capacity: int = 30_000  # rollouts, summed over the data-parallel shards
+    capacity: int = 30_000  # rollouts of all data-parallel shards together; the oldest go first
     with_replacement: bool = False
     # not from the paper
     importance_beta: float = 0.0  # exponent of prioritized replay's importance weights; 0 is off
@@ -49,7 +50,7 @@ class ReplayConfig:
         require(self.replay_ratio >= 0, "replay_ratio", self.replay_ratio, "must be at least 0")
         require_choice("priority", self.priority, get_args(ReplayPriority))
         require_choice("composition", self.composition, get_args(ReplayComposition))
-        require(self.priority_alpha >= 0, "priority_alpha", self.priority_alpha, "must be at least 0")
+        require(0 <= self.priority_alpha < math.inf, "priority_alpha", self.priority_alpha, "must be at least 0")
         require(self.priority_eps > 0, "priority_eps", self.priority_eps, "must be positive")
         require(self.tau_max >= 1, "tau_max", self.tau_max, "must be at least 1 step")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")

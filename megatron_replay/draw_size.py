@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_replay.ops.checks import require
 
 
@@ -29,8 +31,11 @@ class DrawSize:
         return min(n, max(1, round(self.scale * n)))
 
     def observe(self, ess: float | None) -> None:
-        """Take in the effective sample size of the replayed rollouts of an update; None where there were none."""
-        if self.floor == 0 or ess is None:
+        """Take in the effective sample size of the replayed rollouts of an update; None where there were none.
+
+        One that is not finite says nothing either: the update was refused.
+        """
+        if self.floor == 0 or ess is None or not math.isfinite(ess):
             return
         change = ess / self.floor if ess < self.floor else self.RECOVERY
         self.scale = min(1.0, max(self.LEAST, self.scale * change))

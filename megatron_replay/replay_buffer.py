@@ -13,20 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_replay.buffer_shard import COUNTERS, from_shard, to_shard
 from megatron_replay.config import ReplayConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.draw_size import DrawSize
-from megatron_replay.global_draw import Candidates, Winners, global_draw
+from megatron_replay.global_draw import Candidates, global_draw
+from megatron_replay.global_fifo import oldest_of_all
 from megatron_replay.load_balance import assign
 from megatron_replay.ops.priority_draw import log_weights, priority_draw
-from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_FIELDS, RolloutBatch
-from megatron_replay.rollout_check import check_new_rollouts
-from megatron_replay.rollout_exchange import exchange
+from megatron_replay.rollout import RolloutBatch
+from megatron_replay.rollout_check import check_new_rollouts, check_rollouts
+from megatron_replay.rollout_exchange import redistribute
 from megatron_replay.rollout_ring import RolloutRing
 
-SAVED_FIELDS = (*TOKEN_FIELDS, *ROLLOUT_DTYPES, "cu_seqlens")
-COUNTERS = ("evicted_by_age", "evicted_by_capacity")
-DRAW_SCALE = "draw_scale"
+MOST_TOKENS = torch.iinfo(torch.int32).max  # of an arena, and of a batch: cu_seqlens is int32
+SAVED_AT_ONCE = 1024  # rollouts
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ class Draw:
 class RolloutReplayBuffer:
     """Stores single rollouts with what they were at birth; draws them again by P(i) ~ weight_i.
 
-    All state is in tensors on `device`, allocated once: `arena_tokens` tokens and ceil(capacity / shards) slots.
-    Drawing removes nothing.
+    All state is in tensors that are allocated once: on `device` `arena_tokens` tokens, fewer than 2^31, and what a draw
+    reads; records on the host. The capacity counts the rollouts of all shards; a shard can hold them all. Drawing
+    removes nothing.
+
+    What is stored and drawn does not depend on the number of shards, as long as no arena is too small for its shard.
     """
 
     def __init__(
@@ -56,13 +60,13 @@ class RolloutReplayBuffer:
         device: torch.device | str = "cpu",
         backend: str | None = None,
     ) -> None:
-        if arena_tokens < 1:
-            raise ValueError(f"arena_tokens must be at least 1, got {arena_tokens}")
+        if not 1 <= arena_tokens <= MOST_TOKENS:
+            raise ValueError(f"arena_tokens must be in [1, 2^31), got {arena_tokens}")
         self.config = config
         self.seed = seed
         self.group = group or DataParallelGroup()
         self.backend = backend
-        self.ring = RolloutRing(-(-config.capacity // self.group.size), arena_tokens, device, backend)
+        self.ring = RolloutRing(config.capacity, arena_tokens, device, backend)
         self.draw_size = DrawSize(config.ess_floor)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._evicted_length_sum = self._evicted_rows = 0  # of the last evict
@@ -76,30 +80,52 @@ class RolloutReplayBuffer:
         return self.group.total(len(self.ring))
 
     def push(self, batch: RolloutBatch) -> None:
-        """Store copies of the batch's rollouts, newest last; the oldest go where room is short (FIFO, counted).
+        """Store copies of this rank's rollouts; the oldest of all shards go where room is short (FIFO, counted).
 
-        Raises ValueError, with nothing stored, for a rollout without finite behavior log-probs or advantage, with a
-        token that is no id, longer than the arena, stored already, or born before the newest stored one.
+        Every rank takes part, with rollouts or without. Oldest first is by (birth_step, uid).
+
+        Raises ValueError, with nothing changed here, for a rollout with behavior log-probs, reward, advantage,
+        group_std or importance_weight that are not finite, with a token that is no id, longer than the arena, stored
+        already, or that comes before the newest stored one; then RuntimeError on the other ranks.
         """
-        if len(batch) == 0:
-            return
-        ring = self.ring
+        refused: ValueError | None = None
+        try:
+            if len(batch):
+                self._push_own(batch)
+        except ValueError as error:
+            refused = error  # the other ranks wait for this one below
+        total, refusals = self.group.sum(torch.tensor([len(self.ring), int(refused is not None)])).tolist()
+        if refused is not None:
+            raise refused
+        if refusals:
+            raise RuntimeError("another data-parallel rank cannot store its rollouts; its own error says why")
+        excess = total - self.config.capacity
+        if excess > 0:
+            birth, uid = (self.ring.live(self.ring.fields[name]) for name in ("birth_step", "uid"))
+            self._drop_for_capacity(oldest_of_all(birth, uid, excess, self.group))
+
+    def _push_own(self, batch: RolloutBatch) -> None:
+        ring, c = self.ring, self.config
         check_new_rollouts(batch, ring, self._largest_uid)
-        self._largest_uid = max(self._largest_uid, int(batch.uid.max()))
+        by_uid = batch.uid.argsort(stable=True)
+        order = by_uid[batch.birth_step[by_uid].argsort(stable=True)]
         # what cannot fit even in an empty shard: all but the newest rows
-        newest_first = batch.lengths.flip(0).cumsum(0)
+        newest_first = batch.lengths[order].flip(0).cumsum(0)
         fitting = min(ring.slots, int((newest_first <= ring.tokens).sum()))
         overflow = len(batch) - fitting
-        if overflow:
-            batch = batch.select(torch.arange(overflow, len(batch), device=batch.device))
-        # all that is stored is older than a row of the batch that had to go
-        drop = len(ring) if overflow else self._oldest_in_the_way(batch)
-        self.counters["evicted_by_capacity"] += overflow + drop
-        ring.drop_oldest(drop)
-        c = self.config
-        advantage, group_std = batch.advantage.to(ring.device), batch.group_std.to(ring.device)
+        kept = batch.select(order[overflow:])
+        advantage, group_std = kept.advantage.to(ring.device), kept.group_std.to(ring.device)
         priority = (c.priority, c.priority_alpha, c.priority_eps)
-        ring.append(batch, log_weights(advantage, group_std, *priority, backend=self.backend))
+        log_weight = log_weights(advantage, group_std, *priority, backend=self.backend)
+        # all that is stored is older than a row of the batch that had to go
+        self._drop_for_capacity(len(ring) if overflow else self._oldest_in_the_way(kept))
+        self.counters["evicted_by_capacity"] += overflow
+        ring.append(kept, log_weight)
+        self._largest_uid = max(self._largest_uid, int(batch.uid.max()))
+
+    def _drop_for_capacity(self, count: int) -> None:
+        self.ring.drop_oldest(count)
+        self.counters["evicted_by_capacity"] += count
 
     def evict(self, step: int) -> int:
         """Drop every rollout with step - birth_step > tau_max; returns how many of this shard. Run it before `draw`."""
@@ -119,6 +145,8 @@ class RolloutReplayBuffer:
         """
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
+        if fresh is not None:
+            fresh.check_bounds()
         size = self.draw_size.of(n)
         if size == 0:
             return Draw(
@@ -131,7 +159,7 @@ class RolloutReplayBuffer:
             raise RuntimeError(problem)
         slots, _ = self._own_draw(size, step)
         batch = _weighed(self.ring.gather(slots, fresh), self._importance_factors(slots))
-        return Draw(batch, batch.uid[len(batch) - slots.numel() :].cpu(), n)
+        return Draw(batch, self.ring.fields["uid"][slots], n)
 
     def metrics(self, step: int) -> dict[str, float]:
         """State over all shards; eviction counts are since the start of the run, evicted lengths of the last step."""
@@ -162,42 +190,39 @@ class RolloutReplayBuffer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live rollouts of this shard, oldest first, and its counters; flat names, contiguous CPU tensors."""
-        batch = self.ring.gather(self.ring.window().slots())
-        state = {name: getattr(batch, name) for name in SAVED_FIELDS}
-        state |= {name: torch.tensor(value) for name, value in self.counters.items()}
-        state[DRAW_SCALE] = torch.tensor(self.draw_size.scale, dtype=torch.float64)
-        return {name: x.cpu().contiguous() for name, x in state.items()}
+        # in parts: a device has no room for the whole shard twice
+        parts = torch.arange(self.ring.head, self.ring.head + len(self.ring)).split(SAVED_AT_ONCE)
+        batch = RolloutBatch.cat([self.ring.gather(part % self.ring.slots).to("cpu") for part in parts])
+        return to_shard(batch, self.counters, self.draw_size.scale)
 
     def load_state_dict(self, shards: Iterable[dict[str, Tensor]]) -> None:
         """Replace the content by the union of saved shards, of any number of ranks, looked at one after another.
 
-        This rank keeps the groups with group_ids mod shards == rank, in (birth_step, uid) order; rank 0 keeps the
-        counters' sums. Raises ValueError, with nothing changed, for no shards, a missing tensor, tokens that are cut
-        off, or a uid that is there twice.
+        This rank keeps the groups with group_ids mod shards == rank; rank 0 keeps the counters' sums. Every rank takes
+        part. Raises ValueError, with nothing changed and on every rank, for no shards, a missing or damaged tensor, a
+        rollout that cannot be stored, or a uid that is there twice.
         """
         kept, uids, counters, scales = [], [], dict.fromkeys(COUNTERS, 0), []
         for i, shard in enumerate(shards):
-            if missing := [x for x in (*SAVED_FIELDS, *COUNTERS, DRAW_SCALE) if x not in shard]:
-                raise ValueError(f"shard {i} of the replay buffer lacks {', '.join(missing)}")
-            if (want := int(shard["cu_seqlens"][-1])) != (got := shard["tokens"].numel()):
-                raise ValueError(f"shard {i} of the replay buffer must hold {want} tokens, got {got}")
-            batch = RolloutBatch(**{name: shard[name] for name in SAVED_FIELDS})
+            try:
+                batch, counts, scale = from_shard(shard)
+                check_rollouts(batch, self.ring.tokens)
+            except ValueError as error:
+                raise ValueError(f"shard {i} of the replay buffer: {error}") from error
             kept.append(batch.select(batch.group_ids % self.group.size == self.group.rank))
             uids.append(batch.uid)
-            scales.append(float(shard[DRAW_SCALE]))
-            counters = {name: counters[name] + int(shard[name]) for name in COUNTERS}
+            scales.append(scale)
+            counters = {name: counters[name] + counts[name] for name in COUNTERS}
         if not kept:
             raise ValueError("shards must hold every saved shard, got none")
         found, times = torch.unique(torch.cat(uids), return_counts=True)
         if bool((times > 1).any()):
             raise ValueError(f"uid {int(found[times > 1][0])} stands in the replay buffer's shards more than once")
-        mine = RolloutBatch.cat(kept)
-        by_uid = mine.uid.argsort(stable=True)
         self.ring.clear()
         self._largest_uid = -(2**63)
         self.counters = counters if self.group.rank == 0 else dict.fromkeys(COUNTERS, 0)
         self.draw_size.scale = min(scales)
-        self.push(mine.select(by_uid[mine.birth_step[by_uid].argsort(stable=True)]))
+        self.push(RolloutBatch.cat(kept))
 
     def _oldest_in_the_way(self, batch: RolloutBatch) -> int:
         """How many of the oldest must go for the batch to fit, in slots and in tokens."""
@@ -205,7 +230,7 @@ class RolloutReplayBuffer:
         over = ring.tokens_stored + batch.tokens.numel() - ring.tokens
         by_tokens = 0
         if over > 0:
-            by_tokens = int((ring.live(ring.rows["length"]).cumsum(0) < over).sum()) + 1
+            by_tokens = int((ring.live(ring.fields["length"]).cumsum(0) < over).sum()) + 1
         return max(by_tokens, len(ring) + len(batch) - ring.slots, 0)
 
     def _own_draw(self, n: int, step: int) -> tuple[Tensor, Tensor]:
@@ -225,17 +250,22 @@ class RolloutReplayBuffer:
     ) -> Draw:
         none = torch.empty(0, dtype=torch.int64)
         slots, keys = self._own_draw(n, step) if problem is None else (none, none.double())
-        uids, lengths = (self.ring.rows[name][slots] for name in ("uid", "length"))
+        uids, lengths = (self.ring.fields[name][slots] for name in ("uid", "length"))
         own = Candidates(keys, uids, lengths, 0 if fresh is None else fresh.tokens.numel(), problem)
         won = global_draw(own, n, self.group, with_replacement=self.config.with_replacement)
         destination = assign(won.lengths, won.owner, won.loads)
+        fullest = int(won.loads.index_add(0, destination, won.lengths).max())
+        if fullest > MOST_TOKENS:  # said on every rank, before any goes on to the exchange
+            raise OverflowError(f"fresh and drawn rollouts of a rank must have fewer than 2^31 tokens, got {fullest}")
         slots = slots[won.place[won.owner == self.group.rank]]
         factors = self._importance_factors(slots)
         moved = int((destination != won.owner).sum())
         if moved == 0:
             batch = _weighed(self.ring.gather(slots, fresh), factors)
         else:
-            batch = self._moved(won, destination, _weighed(self.ring.gather(slots), factors), fresh)
+            own_part = _weighed(self.ring.gather(slots), factors)
+            drawn = redistribute(own_part, won.owner, destination, won.lengths, self.group)
+            batch = drawn if fresh is None else RolloutBatch.cat([fresh.to(drawn.device), drawn])
         return Draw(batch, won.uids, requested, moved)
 
     def _problem(self, step: int) -> str | None:
@@ -260,26 +290,6 @@ class RolloutReplayBuffer:
         log_weight = self.ring.log_weight[slots.to(self.ring.device)].cpu()
         least = -self.group.max(torch.cat([-log_weight, log_weight.new_tensor([-torch.inf])]).amax(0, keepdim=True))
         return (beta * (least - log_weight)).exp().float()
-
-    def _moved(self, won: Winners, destination: Tensor, own: RolloutBatch, fresh: RolloutBatch | None) -> RolloutBatch:
-        """`fresh` and this rank's part of the draw, where some winners are trained by another rank than their owner."""
-        rank = self.group.rank
-        here, stays = won.owner == rank, destination == rank
-        goes = destination[here] != rank
-        arriving = [
-            ((won.owner == r) & stays if r != rank else torch.zeros_like(stays)).nonzero().squeeze(1)
-            for r in range(self.group.size)
-        ]  # positions in the draw, by sender
-        received = exchange(
-            own.select(goes.to(own.device)),
-            destination[here][goes],
-            [won.lengths[positions] for positions in arriving],
-            self.group,
-        )
-        positions = torch.cat([(here & stays).nonzero().squeeze(1), *arriving])
-        drawn = RolloutBatch.cat([own.select((~goes).to(own.device)), received])
-        drawn = drawn.select(positions.argsort().to(drawn.device))
-        return drawn if fresh is None else RolloutBatch.cat([fresh.to(drawn.device), drawn])
 
 
 def _weighed(batch: RolloutBatch, factors: Tensor | None) -> RolloutBatch:

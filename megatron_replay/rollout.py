@@ -17,6 +17,8 @@ from torch import Tensor
 FinishReason = Literal["stop", "length"]
 TOKEN_DTYPES = {"tokens": torch.int64, "loss_mask": torch.bool, "behavior_logprobs": torch.float32}
 TOKEN_FIELDS = tuple(TOKEN_DTYPES)
+# ids of any vocabulary fit int32: so they are stored, and so they travel
+STORED_TOKEN_DTYPES = TOKEN_DTYPES | {"tokens": torch.int32}
 ROLLOUT_DTYPES = {
     "reward": torch.float32,
     "advantage": torch.float32,
@@ -91,11 +93,11 @@ class RolloutBatch:
     prompt_id: Tensor
 
     def __post_init__(self) -> None:
-        n, t = len(self), self.tokens.numel()
-        if self.cu_seqlens.dtype != torch.int32 or self.cu_seqlens.dim() != 1:
+        if self.cu_seqlens.dtype != torch.int32 or self.cu_seqlens.dim() != 1 or self.cu_seqlens.numel() == 0:
             raise ValueError(
                 f"cu_seqlens must be int32 [N+1], got {self.cu_seqlens.dtype} {list(self.cu_seqlens.shape)}"
             )
+        n, t = len(self), self.tokens.numel()
         for names, size in ((TOKEN_DTYPES, t), (ROLLOUT_DTYPES, n)):
             for name, dtype in names.items():
                 x = getattr(self, name)
@@ -104,6 +106,12 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    def check_bounds(self) -> None:
+        """Raise ValueError unless cu_seqlens rises from 0 to T. Apart from __post_init__: on a GPU the look waits."""
+        cu, t = self.cu_seqlens, self.tokens.numel()
+        if int(cu[0]) != 0 or int(cu[-1]) != t or bool((cu.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens must rise from 0 to the {t} tokens, got {cu.tolist()}")
 
     @property
     def device(self) -> torch.device:

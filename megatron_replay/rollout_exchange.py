@@ -9,22 +9,43 @@ import torch
 from torch import Tensor
 
 from megatron_replay.data_parallel import DataParallelGroup
-from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_DTYPES, RolloutBatch, cumulative
+from megatron_replay.rollout import ROLLOUT_DTYPES, STORED_TOKEN_DTYPES, RolloutBatch, cumulative
 
-# widest first, so that every field of a block is aligned; ids travel as they are stored
+# widest first, so that every field of a block is aligned
 ROWS = dict(sorted(ROLLOUT_DTYPES.items(), key=lambda x: -x[1].itemsize))
-TOKENS = dict(sorted((TOKEN_DTYPES | {"tokens": torch.int32}).items(), key=lambda x: -x[1].itemsize))
+TOKENS = dict(sorted(STORED_TOKEN_DTYPES.items(), key=lambda x: -x[1].itemsize))
 ROW_BYTES = sum(t.itemsize for t in ROWS.values())
 TOKEN_BYTES = sum(t.itemsize for t in TOKENS.values())
+
+
+def redistribute(
+    own: RolloutBatch, owner: Tensor, destination: Tensor, lengths: Tensor, group: DataParallelGroup
+) -> RolloutBatch:
+    """The winners of a draw that this rank trains, in the order of the draw.
+
+    own: the winners that this rank stores, in that order; owner, destination, lengths [m]: who stores and who trains
+    each winner, and its tokens, on the host, the same on every rank. Every rank takes part.
+    """
+    rank = group.rank
+    goes = destination[owner == rank] != rank
+    stays = ((owner == rank) & (destination == rank)).nonzero().squeeze(1)
+    arrives = (destination == rank) & (owner != rank)
+    arriving = [(arrives & (owner == r)).nonzero().squeeze(1) for r in range(group.size)]  # by sender
+    sent = own.select(goes.to(own.device))
+    received = exchange(sent, destination[owner == rank][goes], [lengths[at] for at in arriving], group)
+    drawn = RolloutBatch.cat([own.select((~goes).to(own.device)), received])
+    return drawn.select(torch.cat([stays, *arriving]).argsort().to(drawn.device))
 
 
 def exchange(sent: RolloutBatch, destination: Tensor, expected: list[Tensor], group: DataParallelGroup) -> RolloutBatch:
     """What the other ranks send here, in rank order.
 
-    sent: this rank's rollouts that move, destination [m] their ranks; expected: the lengths of the rows that each rank
-    sends here, since all ranks know the whole draw. Every rank takes part.
+    sent: this rank's rollouts that move, destination [m] their ranks, on the host; expected: the lengths of the rows
+    that each rank sends here, since all ranks know the whole draw. Every rank takes part.
     """
-    blocks = [to_bytes(sent.select((destination == rank).to(sent.device))) for rank in range(group.size)]
+    nothing = torch.empty(0, dtype=torch.uint8, device=sent.device)
+    rows = [(destination == rank).nonzero().squeeze(1) for rank in range(group.size)]
+    blocks = [to_bytes(sent.select(x.to(sent.device))) if x.numel() else nothing for x in rows]
     received = group.all_to_all(blocks, [block_bytes(lengths) for lengths in expected])
     return RolloutBatch.cat([from_bytes(x, n) for x, n in zip(received, expected, strict=True)]).to(sent.device)
 

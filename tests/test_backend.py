@@ -77,18 +77,31 @@ def test_extension_before_triton(monkeypatch: pytest.MonkeyPatch, installed: set
     rows = {"reference": "x", "triton": "y", "cuda": "z"}
     monkeypatch.setitem(backends.IMPLEMENTATIONS, OP, rows)
     installed |= {"triton", "megatron_replay._C"}
+    monkeypatch.setattr(backends, "_built_with_cuda", lambda: True)
     assert backends.resolve(OP, None, "cuda:1") == "cuda"
 
 
-def test_a_cpu_takes_the_compiled_op_where_it_is_built(installed: set[str]) -> None:
+def test_the_compiled_op_runs_where_it_is_built(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.resolve("priority_draw", None, "cpu") == "reference"
     with pytest.raises(RuntimeError, match="the module megatron_replay._C is not installed"):
         backends.resolve("priority_draw", "cpp", "cpu")
     installed.add("megatron_replay._C")
     assert backends.resolve("priority_draw", None, "cpu") == "cpp"
+    monkeypatch.setattr(backends, "_built_with_cuda", lambda: True)
     assert backends.resolve("priority_draw", None, "cuda") == "cuda"
     with pytest.raises(RuntimeError, match="backend cpp cannot run priority_draw on cuda: it needs a CPU device"):
         backends.resolve("priority_draw", "cpp", "cuda")
+
+
+def test_an_extension_without_its_cuda_half_is_no_cuda_backend(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.add("megatron_replay._C")
+    monkeypatch.setattr(backends, "_built_with_cuda", lambda: False)
+    assert backends.resolve("priority_draw", None, "cuda") == "reference"
+    assert backends.resolve("priority_draw", None, "cpu") == "cpp"
+    with pytest.raises(RuntimeError, match="cuda cannot run priority_draw on cuda: .* built without CUDA"):
+        backends.resolve("priority_draw", "cuda", "cuda")
 
 
 def test_resolving_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

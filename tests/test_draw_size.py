@@ -29,8 +29,9 @@ def test_it_shrinks_in_proportion_below_the_floor_and_recovers_above() -> None:
 
 def test_it_never_ends_the_measurement() -> None:
     size = DrawSize(0.5)
-    for ess in (0.0, math.nan, 0.0):
-        size.observe(ess)
+    size.observe(0.0)
+    for ess in (math.nan, math.inf, 0.0):
+        size.observe(ess)  # an update that was refused says nothing
     assert size.scale == 1 / 16 and size.of(3) == 1 and size.of(0) == 0 and size.of(160) == 10
 
 

@@ -206,6 +206,17 @@ def test_unusable_weights_are_never_drawn(backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("with_replacement", [False, True])
+def test_nor_beside_keys_beyond_float32(backend: str, with_replacement: bool) -> None:
+    log_weight = torch.full((1000,), -1e300, dtype=torch.float64)
+    log_weight[::100], log_weight[50::100] = math.nan, math.inf
+    w = DrawWindow(log_weight, torch.arange(1000), 0, 1000)
+    slots, keys = priority_draw(w, 5, seed=0, step=0, with_replacement=with_replacement, backend=backend)
+    # all keys are equal, since the random part is lost: the smallest uids win
+    assert slots.tolist() == ([1] * 5 if with_replacement else [1, 2, 3, 4, 5]) and keys.tolist() == [-1e300] * 5
+
+
+@each_backend
+@pytest.mark.parametrize("with_replacement", [False, True])
 def test_empty_windows_and_draws(backend: str, with_replacement: bool) -> None:
     for w, n in ((window([]), 3), (window([1.0, 2.0], size=0), 3), (window([1.0, 2.0]), 0)):
         slots, keys = priority_draw(w, n, seed=0, step=0, with_replacement=with_replacement, backend=backend)

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_replay import replay_buffer
 from megatron_replay.config import ReplayConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.replay_buffer import RolloutReplayBuffer
-from megatron_replay.rollout import TOKEN_FIELDS, RolloutBatch
+from megatron_replay.rollout import ROLLOUT_DTYPES, TOKEN_FIELDS, RolloutBatch
 from tests.plain_buffer import PlainBuffer, Row
 from tests.rollouts import batch
 from tests.shards import run_ranks
@@ -169,8 +170,7 @@ def test_winners_move_to_the_ranks_with_few_tokens_and_arrive_whole(with_replace
 
     def body(group: DataParallelGroup) -> Any:
         b = buffer(group=group, with_replacement=with_replacement, importance_beta=0.7, priority_alpha=1.0)
-        if group.rank == 0:
-            b.push(stored)
+        b.push(stored if group.rank == 0 else RolloutBatch.empty())
         return b.draw(5, 1, fresh[group.rank])
 
     draws = run_ranks(3, body)
@@ -248,13 +248,117 @@ def test_the_ess_floor_shrinks_the_draw_and_the_scale_is_saved() -> None:
     assert other.draw(16, 1).uids.tolist() == draw.uids.tolist()
 
 
-def test_uids_need_not_rise() -> None:
+def test_a_batch_is_stored_in_the_order_of_its_uids_and_after_what_is_stored() -> None:
     b = buffer()
-    b.push(rows(3, 0, first=50))
-    b.push(rows(3, 0, first=10))
+    source = rows(4, 0, first=50)
+    b.push(source.select(torch.tensor([2, 0, 3, 1])))
+    assert b.state_dict()["uid"].tolist() == [50, 51, 52, 53]
+    with pytest.raises(
+        ValueError, match="birth_step and uid must not come before the newest stored, 0 and 53, got uid 10"
+    ):
+        b.push(rows(3, 0, first=10))
+    b.push(rows(3, 1, first=10))  # a later step may have smaller uids
+    assert b.state_dict()["uid"].tolist() == [50, 51, 52, 53, 10, 11, 12]
     with pytest.raises(ValueError, match="uid must be stored once, got uid 51"):
-        b.push(rows(1, 0, first=51))
-    assert sorted(b.state_dict()["uid"].tolist()) == [10, 11, 12, 50, 51, 52]
+        b.push(rows(1, 2, first=51))
+
+
+@pytest.mark.parametrize(("shards", "capacity"), [(2, 5), (3, 7), (4, 20)])
+def test_the_capacity_is_that_of_all_shards_however_uneven_they_are(shards: int, capacity: int) -> None:
+    """What is stored and drawn is what one rank stores and draws, though the first shard has most of it."""
+
+    def filled(group: DataParallelGroup) -> Any:
+        b, out = buffer(group=group, capacity=capacity, tau_max=50), []
+        for step in range(6):
+            fresh = rows(9, step, first=20 * step)
+            owner = (fresh.uid % (2 * group.size)).clamp(max=group.size - 1)  # the last one has the others' too
+            b.evict(step)
+            b.push(fresh.select(owner == group.rank))
+            out.append((b.draw(4, step).uids.tolist(), b.metrics(step)["replay/size"], b.state_dict()["uid"].tolist()))
+        return out, b.metrics(6)["replay/evicted_by_capacity"]
+
+    alone, counted = filled(DataParallelGroup())
+    found = run_ranks(shards, filled)
+    for step in range(6):
+        assert alone[step][1] == min(capacity, 9 * (step + 1))
+        assert all(rank[0][step][:2] == alone[step][:2] for rank in found)
+        assert sorted(u for rank in found for u in rank[0][step][2]) == alone[step][2]
+    assert all(rank[1] == counted == 54 - capacity for rank in found)
+
+
+def test_a_rank_that_cannot_store_ends_the_push_on_all() -> None:
+    def body(group: DataParallelGroup) -> str:
+        b = buffer(group=group)
+        bad = rows(2, 0, first=10 * group.rank)
+        if group.rank == 1:
+            bad.advantage[0] = float("nan")
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            b.push(bad)
+        return str(error.value)
+
+    first, second = run_ranks(2, body)
+    assert first == "another data-parallel rank cannot store its rollouts; its own error says why"
+    assert second.startswith("advantage must be finite, got uid 10")
+
+
+@pytest.mark.parametrize("bounds", [[0, 9, 5, 14], [1, 7, 14], [0, 7, 13], [0, 7, 15]])
+def test_bounds_that_do_not_fit_the_tokens_are_refused_and_nothing_changes(bounds: list[int]) -> None:
+    b = buffer(capacity=3)
+    b.push(rows(3, 0))
+    before = b.state_dict()
+    source = batch([(3, 4)] * 2, birth_step=1, first_counter=9)
+    n = len(bounds) - 1
+    fields = {name: torch.cat([getattr(source, name)] * 2)[:n] for name in ROLLOUT_DTYPES}
+    bad = source.replace(
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32), **(fields | {"uid": torch.arange(9, 9 + n)})
+    )
+    for call in (lambda: b.push(bad), lambda: b.draw(1, 1, bad)):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the 14 tokens, got"):
+            call()
+    assert all(torch.equal(x, b.state_dict()[name]) for name, x in before.items())
+
+
+def test_fields_may_be_columns_of_something_else() -> None:
+    b, twin = buffer(capacity=3), buffer(capacity=3)
+    source = rows(4, 0)
+    strided = {f.name: torch.stack([getattr(source, f.name)] * 2, 1)[:, 0] for f in dataclasses.fields(source)}
+    b.push(RolloutBatch(**strided))
+    twin.push(source)
+    assert all(torch.equal(x, b.state_dict()[name]) for name, x in twin.state_dict().items())
+    b.push(twin.draw(2, 0).batch.replace(birth_step=torch.full((2,), 1), uid=torch.tensor([90, 91])))
+    assert b.state_dict()["uid"].tolist()[1:] == [90, 91]
+
+
+def test_a_load_that_fails_changes_nothing() -> None:
+    b = buffer(arena=100)
+    b.push(rows(4, 0))
+    before, counters = b.state_dict(), dict(b.counters)
+    other = buffer()
+    other.push(batch([(50, 100)], first_counter=7))
+    for change, words in (
+        ({}, "shard 1 of the replay buffer: arena_tokens 100 must hold every rollout, got uid 7 with 150 tokens"),
+        ({"draw_scale": torch.tensor(float("nan"))}, r"shard 1 .* draw_scale must be in \[0.0625, 1\], got nan"),
+        ({"cu_seqlens": torch.empty(0, dtype=torch.int32)}, r"shard 1 .* cu_seqlens must be int32 \[N\+1\], got"),
+        ({"reward": torch.zeros(1, dtype=torch.float64)}, "shard 1 .* reward must be torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            b.load_state_dict([rows_state(), other.state_dict() | change])
+        assert all(torch.equal(x, b.state_dict()[name]) for name, x in before.items()) and b.counters == counters
+
+
+def rows_state() -> dict[str, torch.Tensor]:
+    b = buffer()
+    b.push(rows(2, 0, first=500))
+    return b.state_dict()
+
+
+def test_a_state_is_saved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = buffer(capacity=7, arena=40)
+    for step in range(5):
+        b.push(rows(3, step))
+    whole = b.state_dict()
+    monkeypatch.setattr(replay_buffer, "SAVED_AT_ONCE", 2)
+    assert all(torch.equal(x, whole[name]) for name, x in b.state_dict().items()) and len(whole["uid"]) == 7
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
@@ -364,10 +468,12 @@ def test_a_bad_shard_is_named() -> None:
         buffer().load_state_dict([state, state])
     with pytest.raises(ValueError, match="shards must hold every saved shard, got none"):
         buffer().load_state_dict([])
-    with pytest.raises(ValueError, match="shard 0 of the replay buffer must hold 10 tokens, got 9"):
+    with pytest.raises(
+        ValueError, match=r"shard 0 of the replay buffer: cu_seqlens must rise from 0 to the 9 tokens, got \[0, 5, 10\]"
+    ):
         buffer().load_state_dict([state | {name: state[name][:-1] for name in TOKEN_FIELDS}])
     del state["advantage"]
-    with pytest.raises(ValueError, match="shard 0 of the replay buffer lacks advantage"):
+    with pytest.raises(ValueError, match="shard 0 of the replay buffer: must hold every tensor, lacks advantage"):
         buffer().load_state_dict([state])
 
 
@@ -379,7 +485,10 @@ def test_a_bad_shard_is_named() -> None:
         ({"tokens": -1}, r"tokens must be ids in \[0, 2\^31\), got uid 101"),
         ({"advantage": float("inf")}, "advantage must be finite, got uid 101"),
         ({"uid": 100}, "uid must be stored once, got uid 100"),
-        ({"birth_step": 0}, "birth_step must not fall below that of the rollout before, 1 .*, got uid 101"),
+        ({"birth_step": 0}, "birth_step and uid must not come before the newest stored, 1 and 2, got uid 101"),
+        ({"reward": float("nan")}, "reward must be finite, got uid 101 .* reward nan"),
+        ({"group_std": float("inf")}, "group_std must be finite, got uid 101 .* group_std inf"),
+        ({"importance_weight": float("nan")}, "importance_weight must be finite, got uid 101"),
     ],
 )
 def test_a_bad_rollout_is_refused_and_nothing_stored(change: dict[str, float], words: str) -> None:
@@ -408,8 +517,10 @@ def test_a_rollout_longer_than_the_arena_names_it() -> None:
     b = buffer(arena=8)
     with pytest.raises(ValueError, match="arena_tokens 8 must hold every rollout, got uid 0 with 9 tokens"):
         b.push(rows(1, 0, lengths=(4, 5)))
-    with pytest.raises(ValueError, match="arena_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"arena_tokens must be in \[1, 2\^31\), got 0"):
         buffer(arena=0)
+    with pytest.raises(ValueError, match=r"arena_tokens must be in \[1, 2\^31\), got 2147483648"):
+        buffer(arena=2**31)
 
 
 def test_capacity_is_a_fifo_backstop_over_slots_and_tokens() -> None:
@@ -453,7 +564,7 @@ def test_rows_that_wrap_around_an_arena_filled_to_the_last_token_come_back_whole
         live, state = RolloutBatch.cat(pushed[-2:]), b.state_dict()
         for name in (*TOKEN_FIELDS, "uid"):
             assert torch.equal(state[name][-getattr(live, name).numel() :], getattr(live, name))
-    assert b.ring.live(b.ring.rows["start"]).tolist() == [3, 8] and state["tokens"].numel() == 10
+    assert b.ring.live(b.ring.fields["start"]).tolist() == [3, 8] and state["tokens"].numel() == 10
 
 
 def test_the_counts_are_ints() -> None:
@@ -467,7 +578,7 @@ def test_memory_stays_flat_and_no_view_of_the_batch_is_kept() -> None:
     b = buffer(arena=300, capacity=40)
 
     def storages() -> dict[int, int]:
-        owned = (*b.ring.arena.values(), b.ring.records, b.ring.ledger, b.ring.log_weight, b.ring.uid)
+        owned = (*b.ring.arena.values(), b.ring.records, b.ring.log_weight, b.ring.uid)
         return {x.data_ptr(): x.untyped_storage().nbytes() for x in owned}
 
     before = storages()

@@ -18,6 +18,8 @@ from typing import Literal, get_args
 
 import torch
 
+from megatron_replay.ops.extension import extension
+
 Backend = Literal["reference", "triton", "cpp", "cuda"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -85,7 +87,16 @@ def _obstacle(op: str, backend: Backend, device: torch.device) -> str | None:
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != DEVICE[backend] and not interpreted:
         return f"it needs a {DEVICE[backend].upper()} device"
-    return None if _installed(MODULE[backend]) else f"the module {MODULE[backend]} is not installed"
+    if not _installed(MODULE[backend]):
+        return f"the module {MODULE[backend]} is not installed"
+    if backend == "cuda" and not _built_with_cuda():
+        return "megatron_replay._C was built without CUDA; install nvcc and build it again"
+    return None
+
+
+@functools.cache
+def _built_with_cuda() -> bool:
+    return extension().cuda_architectures() != ""
 
 
 @functools.cache

@@ -70,7 +70,8 @@ def priority_draw(
 
     Without replacement (repeat = 0) the n largest keys are an exact draw of n rollouts, one after another with
     probability proportional to w (Gumbel-top-k). With replacement draw j is the rollout with the largest key of repeat
-    j, in the order of j. A key depends on its rollout and the step alone: every rank, layout and device finds the same.
+    j, in the order of j. A key depends on its rollout and the step alone: every rank and layout finds the same, and the
+    compiled backends find the same bits on every device; the reference, with torch's logarithm, within its rounding.
     A log-weight that is not finite is never drawn; m < n where fewer can be drawn (with replacement: m = n, or 0).
 
     Raises ValueError for n below 0 or a step outside 32 bits.

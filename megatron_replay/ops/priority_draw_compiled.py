@@ -55,6 +55,8 @@ def launch_priority_draw(
 ) -> None:
     """Queue the kernels alone: no wait and no allocation, so that a CUDA graph can capture it.
 
+    Window, seed and step are values of the launch: a graph that is replayed draws the same again.
+
     outputs: slots [n] int64, keys [n] float64 and drawn [1] int64, which says how many of them are filled; workspace:
     `draw_workspace_bytes(window.size, n)` bytes. n must be at most window.size.
     """

@@ -25,7 +25,11 @@ def take_records(
     of some slots. Raises ValueError otherwise, OverflowError where the rows have 2^31 tokens or more.
     """
     host = torch.device("cpu")
-    _check_one("records", records.view(-1), torch.int64, records.numel(), host)
+    if records.dtype != torch.int64 or records.dim() != 2 or records.device != host or not records.is_contiguous():
+        raise ValueError(
+            f"records must be torch.int64 [C, W] on cpu, contiguous, "
+            f"got {records.dtype} {list(records.shape)} on {records.device}, strides {records.stride()}"
+        )
     _check_one("slots", slots, torch.int64, slots.numel(), host)
     for name, column in (("start", start), ("length", length)):
         if not 0 <= column < records.shape[1]:

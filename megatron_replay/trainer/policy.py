@@ -98,10 +98,11 @@ class MegatronPolicy:
 
     def _pack(self, batch: RolloutBatch) -> list[PackedMicrobatch]:
         """Equal counts on every data-parallel rank; one length for all packs where the pipeline sends them."""
-        bins = plan_bins(batch.lengths.tolist(), self.bin_tokens)
+        lengths = batch.lengths.tolist()
+        bins = plan_bins(lengths, self.bin_tokens)
         config = unwrap(self.model).config
         multiple = self.groups.tensor_size if config.sequence_parallel else 1
-        longest = max((int(batch.lengths[b].sum()) for b in bins), default=1)
+        longest = max((sum(lengths[i] for i in b) for b in bins), default=1)
         shared = self.groups.data_parallel().max(torch.tensor([len(bins), longest], dtype=torch.int64))
         count, longest = (int(x) for x in shared)
         length = padded_length(longest, multiple) if self.groups.pipeline_size > 1 else None
