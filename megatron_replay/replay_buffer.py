@@ -75,10 +75,6 @@ class RolloutReplayBuffer:
     def __len__(self) -> int:
         return len(self.ring)
 
-    def total(self) -> int:
-        """Rollouts stored over all shards."""
-        return self.group.total(len(self.ring))
-
     def push(self, batch: RolloutBatch) -> None:
         """Store copies of this rank's rollouts; the oldest of all shards go where room is short (FIFO, counted).
 

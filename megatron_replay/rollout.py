@@ -76,7 +76,8 @@ class RolloutBatch:
     tokens [T] int64; loss_mask [T] bool, True on response tokens, final EOS included;
     behavior_logprobs [T] float32, 0 where the mask is False; cu_seqlens [N+1] int32;
     reward, advantage, group_std, importance_weight [N] float32; group_ids, birth_step, uid, prompt_id [N] int64.
-    `importance_weight` is the truncated weight between trainer and engine, 1 where none applies.
+    `importance_weight` multiplies a rollout's loss: the truncated weight between trainer and engine, times, for a drawn
+    rollout, that of prioritized replay; 1 where none applies.
     """
 
     tokens: Tensor
