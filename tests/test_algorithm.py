@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_replay.algorithm import replay_grpo
+from megatron_replay.algorithm import compose, replay_grpo
 from megatron_replay.config import GrpoConfig, ReplayConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.importance import ImportanceOptions
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import Completion, Prompt, RolloutBatch
+from tests.rollouts import batch as packed
 from tests.rollouts import completion
+from tests.shards import run_ranks
 
 PROMPTS, GROUP = 4, 4
 
@@ -285,3 +287,20 @@ def test_importance_weights_reach_the_policy_on_replayed_rollouts_alone() -> Non
         if step >= 2:
             assert torch.allclose(weight[replayed], size[replayed].min() / size[replayed], rtol=1e-5)
             assert weight[replayed].unique().numel() > 1
+
+
+def test_the_draw_is_the_rounded_share_of_the_fresh_rollouts_of_all_ranks() -> None:
+    """Ranks with 3 and 4 fresh rollouts: round(0.5 * 7) = 4 on both, where a rank by itself would find 2."""
+    config = GrpoConfig(train_iters=1, prompts_per_step=2, group_size=2, replay=ReplayConfig(warmup_steps=0))
+
+    def body(group: DataParallelGroup) -> Any:
+        b = RolloutReplayBuffer(config.replay, seed=3, arena_tokens=512, group=group)
+        b.push(packed([(1, 2)] * 6, first_counter=10 * group.rank))
+        fresh = packed([(1, 2)] * (3 + group.rank), birth_step=1, first_counter=100 + 10 * group.rank)
+        mixed, draw = compose(fresh, b, config, 1, group)
+        assert torch.equal(mixed.uid[: len(fresh)], fresh.uid)
+        return draw.requested, draw.uids.tolist(), mixed.uid[len(fresh) :].tolist()
+
+    (requested, uids, first), (same_requested, same_uids, second) = run_ranks(2, body)
+    assert requested == same_requested == 4 == len(uids)
+    assert uids == same_uids and sorted(first + second) == sorted(uids)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_interpreter_runs_on_request_only(monkeypatch: pytest.MonkeyPatch, insta
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backends.resolve(OP, "triton", "cpu") == "triton"
     assert backends.resolve(OP, None, "cpu") == "reference"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="it needs a CUDA device"):
+        backends.resolve(OP, "triton", "cpu")
 
 
 def test_fastest_that_can_run(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
@@ -102,6 +106,14 @@ def test_an_extension_without_its_cuda_half_is_no_cuda_backend(
     assert backends.resolve("priority_draw", None, "cpu") == "cpp"
     with pytest.raises(RuntimeError, match="cuda cannot run priority_draw on cuda: .* built without CUDA"):
         backends.resolve("priority_draw", "cuda", "cuda")
+
+
+@pytest.mark.parametrize(("architectures", "built"), [("", False), ("80;90", True)])
+def test_the_extension_says_whether_it_has_a_cuda_half(
+    architectures: str, built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "extension", lambda: SimpleNamespace(cuda_architectures=lambda: architectures))
+    assert backends._built_with_cuda.__wrapped__() is built
 
 
 def test_resolving_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ def test_it_never_ends_the_measurement() -> None:
     size = DrawSize(0.5)
     size.observe(0.0)
     for ess in (math.nan, math.inf, 0.0):
-        size.observe(ess)  # an update that was refused says nothing
+        size.observe(ess)
+        assert size.scale == 1 / 16, "an update that was refused says nothing"
     assert size.scale == 1 / 16 and size.of(3) == 1 and size.of(0) == 0 and size.of(160) == 10
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from megatron_replay import arguments
 from megatron_replay.telemetry import read_metrics
+from megatron_replay.weight_sync.model_shape import ModelShape
 from tests.launch import EXAMPLE, ROOT, command, environment, torchrun
+from tests.single_rank import groups
 
 pytestmark = pytest.mark.slow
 FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
@@ -167,6 +172,20 @@ def test_a_checkpoint_at_the_end_of_an_epoch_resumes_in_the_next(tmp_path: Path)
     assert comparable(read_metrics(resumed)) == comparable(read_metrics(whole)[2:])
     summary = json.loads((resumed / "summary.json").read_text())
     assert summary["accuracy_before"] is None and summary["fresh_rollouts"] == 4 * 32
+
+
+def test_the_policy_has_a_bucket_for_every_age_that_is_drawn(tmp_path: Path) -> None:
+    """0 .. tau_max where ages are named, and otherwise one for fresh and one for replayed rollouts."""
+    spec = importlib.util.spec_from_file_location("entry", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    entry = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(entry)
+    args = arguments.parse_args(flags(tmp_path, "--tensor-model-parallel-size", 1))
+    config, shape = arguments.grpo_config(args), ModelShape.from_folder(args.load_hf)
+    for named, buckets in ((False, 2), (True, config.replay.tau_max + 1)):
+        replay = dataclasses.replace(config.replay, age_metrics=named)
+        policy = entry.build_policy(args, dataclasses.replace(config, replay=replay), shape, groups())
+        assert (policy.head.age_buckets, policy.age_metrics) == (buckets, named)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_wrong_numbers_are_named_before_any_address_is_used() -> None:
     c = extension()
     window, key, out = (0, 0, 4, 0, 4), (0, 0, 0), (0, 0, 0)
     for bad, words in (
+        ((0, 0, 4, 0, -1), r"size must be in \[0, slots\], got -1 of 4"),
         ((0, 0, 4, 0, 5), r"size must be in \[0, slots\], got 5 of 4"),
         ((0, 0, 4, 4, 1), r"head must be in \[0, slots\), got 4 of 4"),
         ((0, 0, 4, -1, 1), r"head must be in \[0, slots\), got -1 of 4"),
@@ -59,8 +60,12 @@ def test_wrong_numbers_are_named_before_any_address_is_used() -> None:
     for n in (-1, 5):
         with pytest.raises(ValueError, match=rf"n must be in \[0, size\], got {n} of 4"):
             c.priority_draw_cpu(window, key, n, out, 1)
-    with pytest.raises(ValueError, match=r"n must be in \[0, 2\^31\), got -2"):
-        c.repeated_draw_cpu(window, key, -2, out, 1)
+    for n in (-2, 2**31):
+        with pytest.raises(ValueError, match=rf"n must be in \[0, 2\^31\), got {n}"):
+            c.repeated_draw_cpu(window, key, n, out, 1)
+    for count, tokens in ((-1, 1), (0, 0)):
+        with pytest.raises(ValueError, match=f"rows must be .*, and ring_tokens at least 1, got {count} and {tokens}"):
+            c.ragged_gather_cpu([], (0, 0, count, tokens), 0, 1)
     with pytest.raises(ValueError, match="fields must be at most 4, got 5"):
         c.ragged_gather_cpu([(0, 0, 0)] * 5, (0, 0, 0, 1), 0, 1)
 

@@ -37,6 +37,11 @@ def test_no_more_moves_than_the_load_that_cannot_be_lowered_asks_for() -> None:
     assert balanced([4, 4, 4, 4], [0, 0, 0, 0], [0, 1, 12]) == [0, 0, 0, 1], "up to 12, not to the mean of 10"
 
 
+def test_the_share_is_rounded_up() -> None:
+    # 7 tokens on 3 ranks: a share of 2 would send a second one away for nothing
+    assert balanced([1] * 7, [2, 2, 2, 2, 0, 1, 1], [0, 0, 0]) == [2, 2, 2, 0, 0, 1, 1]
+
+
 def test_nothing_moves_where_that_lowers_no_largest_load() -> None:
     assert balanced([9], [0], [0, 0]) == [0], "one rollout cannot be shared"
     assert balanced([1, 1], [0, 0], [0, 50]) == [0, 0]

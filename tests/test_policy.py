@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -50,14 +51,15 @@ def test_update_has_the_loss_and_gradient_of_a_plain_implementation(
 ) -> None:
     """Loss and gradient norm of the packed, chunked, scheduled path against dense torch on transformers."""
     source = batch(LENGTHS)
-    source = source.replace(birth_step=torch.tensor([7, 5, 7, 3, 7, 7, 6]))
+    source = source.replace(birth_step=torch.tensor([7, 5, 7, 3, 7, 7, 6]), importance_weight=torch.linspace(0.3, 1, 7))
     logprobs, model = hf_logprobs(folder, source)
     # behavior near the policy, so that ratios straddle both clip bounds
     noise = 0.5 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(3))
     source = source.replace(behavior_logprobs=torch.where(source.loss_mask, logprobs.detach() + noise, 0.0).float())
     advantage = torch.repeat_interleave(source.advantage, source.lengths)
+    weight = torch.repeat_interleave(source.importance_weight, source.lengths)
     ratio = (logprobs - source.behavior_logprobs.double()).exp()
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)[source.loss_mask].mean()
+    loss = -(weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))[source.loss_mask].mean()
     loss.backward()
     norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
 
@@ -72,6 +74,20 @@ def test_update_has_the_loss_and_gradient_of_a_plain_implementation(
     assert {k for k in metrics if k.endswith("/ess") and k.startswith("age")} == {
         "age_00/ess", "age_01/ess", "age_02/ess", "age_04/ess"
     }  # fmt: skip
+
+
+def test_ages_have_names_of_their_own_on_request_alone(folder: Path) -> None:
+    source = batch(LENGTHS).replace(birth_step=torch.tensor([5, 7, 6, 7, 3, 4, 7]))
+    by_age = policy(folder, lr=0.0)
+    expected = by_age.train(source, step=7)
+    assert expected["age_04/ess"] == pytest.approx(1), "one rollout is its own effective sample"
+    assert expected["train/ratio_max"] == expected["replay/ratio_max"] > expected["fresh/ratio_max"] > 0
+    p = policy(folder, lr=0.0)
+    p.age_metrics = False
+    for buckets in (2, 11):
+        p.head = dataclasses.replace(p.head, age_buckets=buckets)
+        metrics = p.train(source, step=7)
+        assert metrics == pytest.approx({k: v for k, v in expected.items() if not k.startswith("age_")}, rel=1e-5)
 
 
 def test_first_update_on_its_own_logprobs_has_ratio_one(folder: Path) -> None:

@@ -53,6 +53,11 @@ def test_weights_in_closed_form(backend: str) -> None:
     bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
     assert log_weights(bad, bad, "abs-advantage", 0.5, 1e-6, backend=backend).tolist() == [-math.inf] * 3
     assert log_weights(bad, bad, "group-std", 0.5, 1e-6, backend=backend).tolist() == [-math.inf] * 3
+    wide = torch.stack([advantage, std], 1)
+    columns = wide[:, 0], wide[:, 1]
+    for priority in ("abs-advantage", "group-std"):
+        dense = log_weights(advantage, std, priority, 0.5, 1e-6, backend=backend)
+        assert torch.equal(log_weights(*columns, priority, 0.5, 1e-6, backend=backend), dense)
     with pytest.raises(ValueError, match="priority must be one of .*, got 'rank'"):
         log_weights(advantage, std, "rank", 0.5, 1e-6)
     with pytest.raises(ValueError, match=r"group_std must be float32 \[3\] on cpu, got torch.float64 \[3\]"):
@@ -246,6 +251,59 @@ def test_equal_keys_go_to_the_smaller_uid() -> None:
     keys, uid = torch.tensor([1.0, 2.0, 2.0, 1.0]), torch.tensor([9, 7, 4, 8])
     assert largest(keys, uid, 3).tolist() == [2, 1, 3]
     assert largest(keys, uid, 99).tolist() == [2, 1, 3, 0]
+
+
+@each_backend
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_equal_keys_are_drawn_in_the_order_of_their_uids(backend: str, with_replacement: bool) -> None:
+    """Beside a log-weight of 1e300 nothing is left of the random part: all keys are equal."""
+    uid = torch.randperm(300, generator=torch.Generator().manual_seed(0)) - 150
+    w = DrawWindow(torch.full((300,), 1e300, dtype=torch.float64), uid, 40, 270)
+    slots, keys = priority_draw(w, 100, seed=0, step=0, with_replacement=with_replacement, backend=backend)
+    live = uid[w.slots()].sort().values.tolist()
+    assert uid[slots].tolist() == (live[:1] * 100 if with_replacement else live[:100])
+    assert keys.tolist() == [1e300] * 100
+
+
+@each_backend
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_what_lies_outside_a_window_does_not_count(backend: str, with_replacement: bool) -> None:
+    """The live rollouts are in slots 4, 5, 0; beside them all can be drawn, or none."""
+    for live, elsewhere, drawn in ((math.nan, 0.0, 0), (0.0, math.nan, 3)):
+        log_weight = torch.full((6,), elsewhere, dtype=torch.float64)
+        log_weight[[4, 5, 0]] = live
+        w = DrawWindow(log_weight, torch.arange(6), 4, 3)
+        slots, _ = priority_draw(w, 3, seed=0, step=0, with_replacement=with_replacement, backend=backend)
+        assert slots.numel() == drawn and set(slots.tolist()) <= {4, 5, 0}
+
+
+def test_an_upper_bound_with_no_room_is_still_above_the_key() -> None:
+    """The compiled draw rules a rollout out by a float32 bound of its key, which must be above it by a slack alone.
+
+    With this uid and step 1 - u = 2^-24 + 2^-54, for which the bound is the key but for roundings, and the log-weight
+    is one that rounding lowers most. Sixty others have keys a little smaller, and bounds that are well above theirs.
+    """
+    uid, step = torch.tensor([-8185996159643109153, *range(60)]), 1307607425
+    gumbel = reference.draw_keys(torch.zeros(61, dtype=torch.float64), uid, seed=0, step=step)
+    assert float(gumbel[0]) == pytest.approx(24 * math.log(2), abs=1e-7)
+    lowered = 1 - 2**-20 - gumbel[0].float()
+    first = float(lowered) + 0.49 * 2**-20  # the float32 numbers beside 15.6 are 2^-20 apart
+    assert float(torch.tensor(first, dtype=torch.float32)) == float(lowered)
+    log_weight = first + gumbel[0] - 2e-8 - gumbel
+    log_weight[0] = first
+    w = DrawWindow(log_weight, uid, 0, 61)
+    for backend in BACKENDS:
+        slots, keys = priority_draw(w, 1, seed=0, step=step, backend=backend)
+        assert slots.tolist() == [0] and float(keys) < 1, backend
+
+
+def test_rollouts_whose_upper_bounds_stand_on_the_edge_of_a_bin_are_drawn_once() -> None:
+    """The compiled draw raises a weight of x by x 1e-6, which makes 2^30 of all of these, where a bin begins."""
+    log_weight = 2.0**30 - 1073 + torch.linspace(-8, 8, 100, dtype=torch.float64)
+    w = DrawWindow(log_weight, torch.arange(100), 0, 100)
+    for n in (1, 50, 73, 100):
+        ours, expected = (priority_draw(w, n, seed=0, step=0, backend=b) for b in ("cpp", "reference"))
+        assert torch.equal(ours[0], expected[0]) and ours[0].unique().numel() == n
 
 
 def test_bad_arguments_are_named() -> None:

@@ -92,6 +92,10 @@ def test_records_of_slots_and_the_bounds_of_their_rows(backend: str) -> None:
             taken([0, bad])
     with pytest.raises(OverflowError, match="cu_seqlens: 2147483648 tokens do not fit int32"):
         taken([3, 2, 2])
+    assert taken([3, 0, 1, 2, 1])[2].tolist()[-1] == 2**31 - 1, "which int32 holds"
+    for bad in (torch.tensor([0]).int(), torch.arange(4)[::2]):
+        with pytest.raises(ValueError, match=r"slots must be torch.int64 \[\d\] on cpu, contiguous"):
+            take_records(records, bad, start=1, length=2, backend=backend)
     with pytest.raises(ValueError, match="length must be one of the 3 columns, got 3"):
         take_records(records, torch.tensor([0]), start=1, length=3, backend=backend)
     with pytest.raises(ValueError, match="records must be torch.int64"):
@@ -138,7 +142,12 @@ def call(backend: str, **change: Any) -> None:
         ({"cu_seqlens": cu_of([4, 2])}, "cu_seqlens must .* 7 packed tokens"),
         ({"cu_seqlens": cu_of([11, -4])}, "cu_seqlens must rise .* 10"),
         ({"cu_seqlens": cu_of([-1, 8])}, "cu_seqlens must rise"),
+        (
+            {"start": torch.tensor([0]), "cu_seqlens": cu_of([11]), "packed": packed_like(rings(10), 11)},
+            "cu_seqlens must rise .* 10 .*11",
+        ),
         ({"cu_seqlens": cu_of([4, 3]) + 1}, "cu_seqlens must .*, got 1"),
+        ({"cu_seqlens": torch.tensor([1, 4, 7]).int()}, "cu_seqlens must .*, got 1"),
         (
             {"packed": packed_like(rings(10), 7)[:2]},
             "packed must have one tensor for each of 3 rings, at least 1, got 2",

@@ -58,10 +58,12 @@ def test_age_tau_max_is_drawn_and_one_more_is_gone_also_after_save_and_load() ->
 def test_a_draw_before_the_eviction_is_refused() -> None:
     b = buffer(tau_max=2)
     b.push(rows(2, 0))
+    b.push(rows(2, 1))  # young ones behind it hide nothing
     with pytest.raises(RuntimeError, match=r"evict\(3\) must run before draw: a rollout of age 3"):
         b.draw(1, 3)
-    with pytest.raises(RuntimeError, match="step must be at least every birth_step, got -1 for a rollout born 1 later"):
-        b.draw(1, -1)
+    b.evict(3)
+    with pytest.raises(RuntimeError, match="step must be at least every birth_step, got 0 for a rollout born 1 later"):
+        b.draw(1, 0)
 
 
 @pytest.mark.parametrize(("alpha", "odds"), [(1.0, 7.0), (0.5, 7.0**0.5)])
@@ -155,7 +157,7 @@ def test_draws_do_not_depend_on_the_sharding(shards: int, with_replacement: bool
 def test_fresh_rollouts_come_first_and_are_left_as_they_are() -> None:
     b = buffer()
     b.push(rows(6, 0))
-    fresh = rows(3, 1)
+    fresh = rows(3, 1, lengths=(1, 2))
     alone, beside = b.draw(4, 1), b.draw(4, 1, fresh)
     assert torch.equal(beside.uids, alone.uids) and beside.moved == 0
     assert same(beside.batch, RolloutBatch.cat([fresh, alone.batch]))
@@ -164,9 +166,9 @@ def test_fresh_rollouts_come_first_and_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("with_replacement", [False, True])
 def test_winners_move_to_the_ranks_with_few_tokens_and_arrive_whole(with_replacement: bool) -> None:
-    """All rollouts lie on rank 0, and the fresh ones too: ranks 1 and 2 train what was drawn."""
+    """All rollouts lie on rank 0, and most fresh ones: ranks 1 and 2 train what was drawn."""
     stored = batch([(2, 3), (1, 6), (4, 1), (2, 2), (3, 9), (1, 1)])
-    fresh = [rows(9, 1), RolloutBatch.empty(), RolloutBatch.empty()]
+    fresh = [rows(9, 1), rows(1, 1, first=300), RolloutBatch.empty()]
 
     def body(group: DataParallelGroup) -> Any:
         b = buffer(group=group, with_replacement=with_replacement, importance_beta=0.7, priority_alpha=1.0)
@@ -179,17 +181,33 @@ def test_winners_move_to_the_ranks_with_few_tokens_and_arrive_whole(with_replace
     expected = single.draw(5, 1)
     assert all(torch.equal(d.uids, expected.uids) and d.moved == 5 for d in draws)
     assert same(draws[0].batch, fresh[0])
-    assert all(len(d.batch) for d in draws[1:])
     seen = []
-    for d in draws[1:]:
-        for i in range(len(d.batch)):
-            one = d.batch.select(torch.tensor([i]))
+    for d, first in zip(draws[1:], fresh[1:], strict=True):
+        own = torch.arange(len(d.batch)) < len(first)
+        assert same(d.batch.select(own), first)
+        drawn = d.batch.select(~own)
+        assert len(drawn)
+        for i in range(len(drawn)):
+            one = drawn.select(torch.tensor([i]))
             twin = expected.batch.select((expected.batch.uid == one.uid).nonzero()[0])
             assert same(one, twin), "with its importance weight"
             seen.append(int(one.uid))
-        order = [expected.uids.tolist().index(u) for u in d.batch.uid.tolist()]
+        order = [expected.uids.tolist().index(u) for u in drawn.uid.tolist()]
         assert order == sorted(order), "in the order of the draw"
     assert sorted(seen) == sorted(expected.uids.tolist())
+
+
+def test_more_tokens_than_a_batch_can_have_end_the_draw_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_buffer, "MOST_TOKENS", 49)
+
+    def body(group: DataParallelGroup) -> None:
+        b = buffer(arena=40, group=group)
+        b.push(rows(4, 0, first=10 * group.rank))
+        assert len(b.draw(8, 1, rows(5, 1)).batch) == 9
+        with pytest.raises(OverflowError, match="fresh and drawn rollouts of a rank must have .* tokens, got 50"):
+            b.draw(8, 1, rows(6, 1))
+
+    run_ranks(2, body)
 
 
 def test_a_rank_that_cannot_draw_ends_the_draw_on_all() -> None:
@@ -206,9 +224,11 @@ def test_a_rank_that_cannot_draw_ends_the_draw_on_all() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_importance_weights_are_those_of_prioritized_replay(shards: int) -> None:
+@pytest.mark.parametrize("scale", [1.0, 1e4], ids=["", "every weight above 1"])
+def test_importance_weights_are_those_of_prioritized_replay(shards: int, scale: float) -> None:
     """(N P(i))^-beta over the largest of the draw, times what the rollout's weight was."""
     beta, stored = 0.6, rows(6, 0).replace(importance_weight=torch.full((6,), 0.5))
+    stored = stored.replace(advantage=scale * stored.advantage)
     p = (stored.advantage.abs().double() + 1e-6) / (stored.advantage.abs().double() + 1e-6).sum()
     fresh = rows(2, 1)
 
@@ -237,15 +257,32 @@ def test_beyond_the_paper_is_off_by_default() -> None:
             ReplayConfig(**bad)
 
 
-def test_the_ess_floor_shrinks_the_draw_and_the_scale_is_saved() -> None:
-    b = buffer(ess_floor=0.8)
-    b.push(rows(20, 0))
-    b.draw_size.observe(0.2)
-    draw = b.draw(16, 1)
-    assert (len(draw.batch), draw.requested, b.metrics(1)["replay/draw_scale"]) == (4, 16, 0.25)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_ess_floor_shrinks_the_draw_and_the_scale_is_saved(shards: int) -> None:
+    def body(group: DataParallelGroup) -> Any:
+        b, other = (buffer(group=group, ess_floor=0.8) for _ in range(2))
+        b.push(rows(20, 0, first=100 * group.rank))
+        b.draw_size.observe(0.2)
+        draw = b.draw(16, 1)
+        assert (draw.uids.numel(), draw.requested, b.metrics(1)["replay/draw_scale"]) == (4, 16, 0.25)
+        state = b.state_dict()
+        other.load_state_dict([state | {"group_ids": torch.full((20,), group.rank)}])
+        assert other.draw(16, 1).uids.tolist() == draw.uids.tolist()
+        return len(draw.batch)
+
+    assert sum(run_ranks(shards, body)) == 4
+
+
+def test_the_least_scale_of_the_saved_shards_goes_on() -> None:
+    states = []
+    for uid, ess in ((0, 0.4), (1, 0.2), (2, 0.8)):
+        b = buffer(ess_floor=0.8)
+        b.push(rows(1, 0, first=uid))
+        b.draw_size.observe(ess)
+        states.append(b.state_dict())
     other = buffer(ess_floor=0.8)
-    other.load_state_dict([b.state_dict()])
-    assert other.draw(16, 1).uids.tolist() == draw.uids.tolist()
+    other.load_state_dict(states)
+    assert other.metrics(0)["replay/draw_scale"] == 0.25
 
 
 def test_a_batch_is_stored_in_the_order_of_its_uids_and_after_what_is_stored() -> None:
@@ -261,9 +298,48 @@ def test_a_batch_is_stored_in_the_order_of_its_uids_and_after_what_is_stored() -
     assert b.state_dict()["uid"].tolist() == [50, 51, 52, 53, 10, 11, 12]
     with pytest.raises(ValueError, match="uid must be stored once, got uid 51"):
         b.push(rows(1, 2, first=51))
+    b.push(rows(1, 2, first=0))  # what an unused slot holds is no uid
 
 
-@pytest.mark.parametrize(("shards", "capacity"), [(2, 5), (3, 7), (4, 20)])
+@pytest.mark.parametrize(
+    ("uids", "repeated"),
+    [([52], 52), ([60, 51], 51), ([10, 10], 10), ([60, 60], 60)],
+    ids=["the largest", "below the largest, beside one above", "twice below the largest", "twice above"],
+)
+def test_a_uid_is_stored_once_wherever_it_stands(uids: list[int], repeated: int) -> None:
+    b = buffer()
+    b.push(rows(3, 0, first=50))
+    again = rows(len(uids), 1).replace(uid=torch.tensor(uids))
+    with pytest.raises(ValueError, match=f"uid must be stored once, got uid {repeated}"):
+        b.push(again)
+    assert len(b) == 3
+
+
+def test_birth_steps_are_sorted_within_a_batch_and_never_fall_from_one_to_the_next() -> None:
+    def born(*steps: int) -> RolloutBatch:
+        return rows(len(steps), 9, first=100 * steps[0]).replace(birth_step=torch.tensor(steps))
+
+    b = buffer()
+    b.push(born(4, 2))
+    assert b.state_dict()["birth_step"].tolist() == [2, 4]
+    for bad, uid in ((born(9, 3), 901), (born(3, 9), 300)):
+        with pytest.raises(ValueError, match=f"must not come before the newest stored, 4 and 400, got uid {uid}"):
+            b.push(bad)
+    b.push(born(7, 4))
+    assert b.state_dict()["uid"].tolist() == [401, 400, 701, 700]
+    with pytest.raises(RuntimeError, match="step must be at least every birth_step, got 6 for a rollout born 1 later"):
+        b.draw(1, 6)
+    assert b.evict(13) == 1 and b.evict(15) == 2 and b.metrics(15)["replay/stored_age_mean"] == 8
+
+
+def test_the_largest_id_comes_back_as_it_was() -> None:
+    b = buffer()
+    source = rows(1, 0).replace(tokens=torch.tensor([0, 2**31 - 1, 1, 2**31 - 2, 5]))
+    b.push(source)
+    assert same(b.draw(1, 0).batch, source)
+
+
+@pytest.mark.parametrize(("shards", "capacity"), [(2, 5), (2, 8), (3, 7), (4, 20)])
 def test_the_capacity_is_that_of_all_shards_however_uneven_they_are(shards: int, capacity: int) -> None:
     """What is stored and drawn is what one rank stores and draws, though the first shard has most of it."""
 
@@ -338,6 +414,7 @@ def test_a_load_that_fails_changes_nothing() -> None:
     for change, words in (
         ({}, "shard 1 of the replay buffer: arena_tokens 100 must hold every rollout, got uid 7 with 150 tokens"),
         ({"draw_scale": torch.tensor(float("nan"))}, r"shard 1 .* draw_scale must be in \[0.0625, 1\], got nan"),
+        ({"draw_scale": torch.tensor(1.5)}, r"shard 1 .* draw_scale must be in \[0.0625, 1\], got 1.5"),
         ({"cu_seqlens": torch.empty(0, dtype=torch.int32)}, r"shard 1 .* cu_seqlens must be int32 \[N\+1\], got"),
         ({"reward": torch.zeros(1, dtype=torch.float64)}, "shard 1 .* reward must be torch.float32"),
     ):
@@ -460,6 +537,41 @@ def test_reload_on_any_number_of_shards_keeps_the_union_and_the_next_draw() -> N
         assert all(f[2]["replay/evicted_by_age"] == 10 and f[2]["replay/size"] == 30 for f in found)
 
 
+def test_groups_stay_whole_on_other_shards_in_order_of_birth_and_uid() -> None:
+    saved = []
+    for first in (40, 0):
+        b = buffer()
+        for step in range(2):  # the later ones have the smaller uids
+            fresh = rows(8, step, first=first + 20 - 20 * step)
+            b.push(fresh.replace(group_ids=fresh.uid // 4))
+        saved.append(b.state_dict())
+    uids = [*range(20, 28), *range(60, 68), *range(8), *range(40, 48)]
+
+    def body(group: DataParallelGroup) -> list[int]:
+        b = buffer(group=group)
+        b.load_state_dict(saved)
+        return b.state_dict()["uid"].tolist()
+
+    assert run_ranks(2, body) == [[u for u in uids if u // 4 % 2 == rank] for rank in range(2)]
+
+
+def test_loading_replaces_what_is_stored_and_a_bad_shard_changes_nothing() -> None:
+    b, other = buffer(tau_max=2), buffer(tau_max=2)
+    for step in range(1, 4):
+        b.push(rows(3, step))
+        b.evict(step + 1)
+    other.push(rows(2, 2, first=7, lengths=(1, 1)))
+    before, metrics, state = b.state_dict(), b.metrics(4), other.state_dict()
+    assert metrics["replay/evicted_by_age"] == 3 and metrics["replay/stored_age_mean"] == 1.5
+    with pytest.raises(ValueError, match="uid 7 stands in the replay buffer's shards more than once"):
+        b.load_state_dict([state, state])
+    assert b.metrics(4) == metrics and all(torch.equal(x, before[name]) for name, x in b.state_dict().items())
+    b.load_state_dict([state])
+    assert all(torch.equal(x, state[name]) for name, x in b.state_dict().items())
+    b.evict(4)  # nothing: what the last step evicted is forgotten too
+    assert b.metrics(4) == other.metrics(4)
+
+
 def test_a_bad_shard_is_named() -> None:
     b = buffer()
     b.push(rows(2, 0))
@@ -529,6 +641,10 @@ def test_capacity_is_a_fifo_backstop_over_slots_and_tokens() -> None:
         b.push(rows(3, step))
     assert b.state_dict()["uid"].tolist() == [101, 102, 200, 201, 202]
     assert b.metrics(2)["replay/evicted_by_capacity"] == 4
+    full = buffer(arena=10, capacity=2)
+    for step in range(2):
+        full.push(rows(1, step))
+    assert len(full) == 2 and full.counters["evicted_by_capacity"] == 0, "what fits to the last token stays"
     tokens = buffer(arena=12)  # two rollouts of five tokens
     for step in range(3):
         tokens.push(rows(1, step))
@@ -543,6 +659,13 @@ def test_a_batch_that_overflows_evicts_all_older_rollouts_before_its_own() -> No
     b.push(batch([(1, 1)]))
     b.push(batch([(1, 2), (1, 1), (1, 7)], first_counter=1))
     assert b.state_dict()["uid"].tolist() == [2, 3]
+    assert b.metrics(0)["replay/evicted_by_capacity"] == 2
+
+
+def test_what_fits_of_a_batch_is_counted_from_its_newest_whatever_its_order() -> None:
+    b = buffer(arena=12)
+    b.push(batch([(1, 1), (1, 8), (1, 7)]).select(torch.tensor([2, 1, 0])))
+    assert b.state_dict()["uid"].tolist() == [2], "the 9 tokens before its 8 do not fit, though those of uid 0 would"
     assert b.metrics(0)["replay/evicted_by_capacity"] == 2
 
 
@@ -598,6 +721,10 @@ def test_length_metrics_show_what_eviction_takes() -> None:
     b.evict(2)
     m = b.metrics(2)
     assert (m["replay/evicted_length_mean"], m["replay/stored_length_mean"], m["replay/stored_age_mean"]) == (10, 2, 1)
+    b.evict(3)
+    assert b.metrics(3)["replay/evicted_length_mean"] == 2, "of the last step alone"
+    b.evict(4)
+    assert b.metrics(4)["replay/evicted_length_mean"] == 0 and b.metrics(4)["replay/evicted_by_age"] == 4
 
 
 def test_empty_and_degenerate_draws() -> None:

@@ -1,0 +1,50 @@
+"""The numbers of a draw: equal on every rank, and of the drawn rollouts alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.replay_buffer import Draw
+from megatron_replay.rollout import RolloutBatch
+from megatron_replay.step_metrics import draw_metrics
+from tests.rollouts import batch
+from tests.shards import run_ranks
+
+
+def part(births: list[int], fresh: int = 0) -> RolloutBatch:
+    """What one rank trains at step 7: `fresh` rollouts of that step, and then those of `births`."""
+    births = [7] * fresh + births
+    return batch([(1, 1)] * len(births)).replace(birth_step=torch.tensor(births, dtype=torch.int64))
+
+
+def test_ages_are_means_and_maxima_over_the_draw_of_all_ranks() -> None:
+    """Ages 1 and 3 on rank 0, 4 on rank 1, none on rank 2; the fresh rollouts beside them do not count."""
+    parts = [part([6, 4], fresh=5), part([3]), part([], fresh=2)]
+
+    def body(group: DataParallelGroup) -> dict[str, Any]:
+        draw = Draw(parts[group.rank], torch.tensor([30, 10, 20]), requested=9, moved=2)
+        return draw_metrics(draw, 7, group)
+
+    first, second, third = run_ranks(3, body)
+    assert first == second == third
+    assert first["replay/age_mean"] == pytest.approx(8 / 3) and first["replay/age_max"] == 4
+    assert (first["replay/draw_size"], first["replay/draw_requested"], first["replay/moved"]) == (3, 9, 2)
+
+
+def test_an_empty_draw_has_no_age() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    for fresh in (0, 3):
+        m = draw_metrics(Draw(part([], fresh), none, requested=0), 7, DataParallelGroup())
+        assert (m["replay/draw_size"], m["replay/age_mean"], m["replay/age_max"], m["replay/moved"]) == (0, 0, 0, 0)
+
+
+def test_the_hash_names_the_set_that_was_drawn() -> None:
+    def hash_of(*uids: int) -> Any:
+        return draw_metrics(Draw(part([]), torch.tensor(uids), len(uids)), 7, DataParallelGroup())["replay/draw_hash"]
+
+    assert hash_of(3, 1, 2) == hash_of(1, 2, 3)
+    assert len({hash_of(*u) for u in ((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3, 3), (1, 2, 3 + 2**40))}) == 5
