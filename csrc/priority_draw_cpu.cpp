@@ -206,7 +206,7 @@ void priority_draw(const DrawWindow& window, const DrawKey& key, int64_t n, int6
         for (const auto& counts : histogram)
             if (!counts.empty()) seen += counts[cut];
     }
-    const float edge = cut == never + 1 ? -FLT_MAX : edge_of(cut);
+    const float edge = edge_of(cut);  // of bin never + 1 it is -FLT_MAX
     std::vector<Winner> winners;
     add_winners(window, key, within(bound.get(), window.count, edge, kAll), winners);
     const auto keep_largest = [&] {
