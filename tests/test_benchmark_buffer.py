@@ -33,6 +33,9 @@ from tools.benchmarks.buffer.roster import IMPLEMENTATIONS, INSTALLED, add_insta
 from tools.benchmarks.buffer.row import Finding, Row
 from tools.benchmarks.buffer.stock import BufferSize, Stock
 
+# draws thousands of times, for tools that few changes touch
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROW_KEYS = {"implementation", "operation", "rollouts", "drawn", "tokens_per_rollout", "ms"}
 SMALL = BufferSize(rollouts=60, drawn=10, tokens_per_rollout=3)

@@ -13,6 +13,9 @@ from tools.benchmarks.buffer.distribution import Verdict, judge, outcome_probabi
 from tools.benchmarks.buffer.measure import CHECKED
 from tools.benchmarks.buffer.stock import Stock
 
+# draws thousands of times, for tools that few changes touch
+pytestmark = pytest.mark.slow
+
 P = [0.5, 0.3, 0.2]
 CLAIMS = ("without replacement", "with replacement", "with replacement, stratified")
 WEIGHTS = Stock(CHECKED, torch.device("cpu")).weights(torch.arange(CHECKED.rollouts))
