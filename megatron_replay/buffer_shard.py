@@ -27,6 +27,4 @@ def from_shard(shard: dict[str, Tensor]) -> tuple[RolloutBatch, dict[str, int], 
     scale = float(shard[DRAW_SCALE])
     if not DrawSize.LEAST <= scale <= 1:
         raise ValueError(f"{DRAW_SCALE} must be in [{DrawSize.LEAST}, 1], got {scale}")
-    batch = RolloutBatch(**{name: shard[name] for name in FIELDS})
-    batch.check_bounds()
-    return batch, {name: int(shard[name]) for name in COUNTERS}, scale
+    return RolloutBatch(**{name: shard[name] for name in FIELDS}), {name: int(shard[name]) for name in COUNTERS}, scale

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops import backend as backends
-from megatron_replay.ops.checks import require_choice
+from megatron_replay.ops.checks import require_choice, require_vector
 
 ReplayPriority = Literal["abs-advantage", "group-std", "uniform"]
 MAX_WORD = 2**32 - 1  # step and repeat are words of the random number's counter
@@ -29,12 +29,8 @@ class DrawWindow:
 
     def __post_init__(self) -> None:
         slots = self.log_weight.numel()
-        for name, x, dtype in (("log_weight", self.log_weight, torch.float64), ("uid", self.uid, torch.int64)):
-            if x.dtype != dtype or x.shape != (slots,) or x.device != self.uid.device or not x.is_contiguous():
-                raise ValueError(
-                    f"{name} must be {dtype} [{slots}] on {self.uid.device}, contiguous, "
-                    f"got {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
-                )
+        require_vector("log_weight", self.log_weight, torch.float64, slots, self.uid.device)
+        require_vector("uid", self.uid, torch.int64, slots, self.uid.device)
         if not 0 <= self.size <= slots or not 0 <= self.head < max(1, slots):
             raise ValueError(f"size and head must be within the {slots} slots, got {self.size} and {self.head}")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_replay.ops import backend as backends
+from megatron_replay.ops.checks import require_vector
 
 # what a token is in a ring, and in a packed tensor: ids are stored narrow
 PACKED_DTYPE = {torch.int32: torch.int64, torch.bool: torch.bool, torch.float32: torch.float32}
@@ -30,7 +31,7 @@ def take_records(
             f"records must be torch.int64 [C, W] on cpu, contiguous, "
             f"got {records.dtype} {list(records.shape)} on {records.device}, strides {records.stride()}"
         )
-    _check_one("slots", slots, torch.int64, slots.numel(), host)
+    require_vector("slots", slots, torch.int64, slots.numel(), host)
     for name, column in (("start", start), ("length", length)):
         if not 0 <= column < records.shape[1]:
             raise ValueError(f"{name} must be one of the {records.shape[1]} columns, got {column}")
@@ -74,23 +75,15 @@ def ragged_scatter(
 
 def _check(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: Sequence[Tensor]) -> None:
     n = start.numel()
-    _check_one("start", start, torch.int64, n, start.device)
-    _check_one("cu_seqlens", cu_seqlens, torch.int32, n + 1, start.device)
+    require_vector("start", start, torch.int64, n, start.device)
+    require_vector("cu_seqlens", cu_seqlens, torch.int32, n + 1, start.device)
     if len(rings) != len(packed) or not rings:
         raise ValueError(f"packed must have one tensor for each of {len(rings)} rings, at least 1, got {len(packed)}")
     for i, (ring, target) in enumerate(zip(rings, packed, strict=True)):
         if ring.dtype not in PACKED_DTYPE:
             raise ValueError(f"rings must be int32, bool or float32, got {ring.dtype} at {i}")
-        _check_one(f"rings[{i}]", ring, ring.dtype, rings[0].numel(), start.device)
-        _check_one(f"packed[{i}]", target, PACKED_DTYPE[ring.dtype], packed[0].numel(), start.device)
-
-
-def _check_one(name: str, x: Tensor, dtype: torch.dtype, size: int, device: torch.device) -> None:
-    if x.dtype != dtype or x.shape != (size,) or x.device != device or not x.is_contiguous():
-        raise ValueError(
-            f"{name} must be {dtype} [{size}] on {device}, contiguous, "
-            f"got {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
-        )
+        require_vector(f"rings[{i}]", ring, ring.dtype, rings[0].numel(), start.device)
+        require_vector(f"packed[{i}]", target, PACKED_DTYPE[ring.dtype], packed[0].numel(), start.device)
 
 
 def _implementation(backend: str | None, device: torch.device):
