@@ -32,7 +32,9 @@ cpu.install()  # before the first model: megatron-core on a machine without CUDA
 from megatron_replay import arguments
 from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig
-from megatron_replay.engines.embedded import EmbeddedEngine
+from megatron_replay.engines.build import AnyEngine, build_engine
+from megatron_replay.engines.engine_ranks import EngineRanks
+from megatron_replay.engines.vllm_command import ServedModel
 from megatron_replay.ops import backend as backends
 from megatron_replay.replay_buffer import MOST_TOKENS, RolloutReplayBuffer
 from megatron_replay.rollout import Prompt
@@ -44,7 +46,8 @@ from megatron_replay.tokenizer import Tokenizer, build_tokenizer
 from megatron_replay.trainer import checkpoint
 from megatron_replay.trainer.forward_step import HeadOptions
 from megatron_replay.trainer.generation import ModelSampler
-from megatron_replay.trainer.model import build_model, checkpoint_identity, load_hf_weights
+from megatron_replay.trainer.hf_checkpoint import checkpoint_identity, load_hf_weights, save_hf
+from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.optimizer import unwrap, wrap_for_training
 from megatron_replay.trainer.parallel import ParallelGroups, from_first_rank, initialize, shutdown
 from megatron_replay.trainer.policy import MegatronPolicy
@@ -91,7 +94,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     task = build_task(args.rl_task, split="train", seed=args.seed, data_path=args.data_path)
     max_prompt_length = args.seq_length - args.rl_max_response_length
     prompts = PromptSource(task, tokenizer, seed=args.seed, max_prompt_length=max_prompt_length)
-    engine = EmbeddedEngine(build_sampler(args, policy, shape), config.sampling, tokenizer.eos_id)
+    engine = make_engine(args, config, policy, shape, tokenizer)
     evaluate = HeldoutAccuracy(args, engine, tokenizer, policy)
 
     fixed = {
@@ -129,24 +132,29 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
         done = step + 1
         if done % args.save_interval == 0 or done == config.train_iters:
             counters["seconds"] = seconds_before + time.perf_counter() - began
-            now = checkpoint.RunState(done, prompts.cursor, fixed, dict(counters))
+            # a batch that is sampled ahead is not saved: the run that resumes samples its prompts again
+            ahead = config.prompts_per_step if config.generation_lag and done < config.train_iters else 0
+            now = checkpoint.RunState(done, prompts.cursor - ahead, fixed, dict(counters))
             checkpoint.save(args.save or Path(args.run_dir, "checkpoints"), policy, buffer, now)
         return False
 
-    replay_grpo(
-        policy,
-        engine,
-        prompts,
-        Reward(task, tokenizer),
-        buffer,
-        config,
-        group=data,
-        phase=timer.phase,
-        report=report,
-        end_step=end_step,
-        start_step=state.step,
-    )
-    accuracy_after = evaluate(step=config.train_iters)
+    try:
+        replay_grpo(
+            policy,
+            engine,
+            prompts,
+            Reward(task, tokenizer),
+            buffer,
+            config,
+            group=data,
+            phase=timer.phase,
+            report=report,
+            end_step=end_step,
+            start_step=state.step,
+        )
+        accuracy_after = evaluate(step=config.train_iters)
+    finally:
+        engine.close()
     summary = {
         "accuracy_before": counters["accuracy_before"],
         "accuracy_after": accuracy_after,
@@ -161,6 +169,8 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     if accuracy_after is not None:
         log.scalars(config.train_iters, {"heldout_accuracy": accuracy_after})
         log.say(f"held-out accuracy: {summary['accuracy_before']:.3f} before, {accuracy_after:.3f} after training")
+    if args.save_hf:
+        save_hf(args.save_hf, unwrap(policy.model), shape, groups, base=args.load_hf)
     log.say(f"{summary['updates']} updates in {summary['seconds']:.0f} s; see {args.run_dir}/curves.png")
     log.close(summary)
 
@@ -169,7 +179,7 @@ class HeldoutAccuracy:
     """Mean reward over held-out prompts, `--eval-samples` samples each at the sampling temperature."""
 
     def __init__(
-        self, args: argparse.Namespace, engine: EmbeddedEngine, tokenizer: Tokenizer, policy: MegatronPolicy
+        self, args: argparse.Namespace, engine: AnyEngine, tokenizer: Tokenizer, policy: MegatronPolicy
     ) -> None:
         self.engine, self.policy, self.samples = engine, policy, args.eval_samples
         self.group = policy.groups.data_parallel()
@@ -185,7 +195,7 @@ class HeldoutAccuracy:
         if not self.prompts:
             return None
         self.engine.load_weights(self.policy, version=step)
-        completions = self.engine.generate(self.group.shard(self.prompts), self.samples)
+        completions = self.engine.submit(self.group.shard(self.prompts), self.samples).result(step)
         rewards = [r for r in self.reward(completions) if r is not None and math.isfinite(r)]
         sums = self.group.sum(torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64))
         return float(sums[0] / sums[1]) if sums[1] > 0 else None
@@ -207,7 +217,41 @@ def build_policy(
     )
     bin_tokens = args.micro_batch_size * args.seq_length
     return MegatronPolicy(
-        ddp, optimizer, scheduler, groups, head, bin_tokens=bin_tokens, age_metrics=config.replay.age_metrics
+        ddp,
+        optimizer,
+        scheduler,
+        groups,
+        head,
+        bin_tokens=bin_tokens,
+        age_metrics=config.replay.age_metrics,
+        generation_lag=config.generation_lag,
+    )
+
+
+def make_engine(
+    args: argparse.Namespace, config: GrpoConfig, policy: MegatronPolicy, shape: ModelShape, tokenizer: Tokenizer
+) -> AnyEngine:
+    groups = policy.groups
+    replica = groups.replica if groups.tensor_size * groups.pipeline_size > 1 else None
+    served = ServedModel(
+        folder=Path(args.load_hf),
+        dtype="bfloat16" if args.bf16 else "float32",
+        max_model_len=args.seq_length,
+        seed=args.seed,
+        device=groups.device.type,
+    )
+    return build_engine(
+        args.rl_engine,
+        lambda: build_sampler(args, policy, shape),
+        config.sampling,
+        tokenizer.eos_id,
+        arguments.vllm_config(args),
+        served,
+        shape,
+        EngineRanks(groups.data_parallel(), replica, groups.device),
+        log_folder=Path(args.run_dir, "engine"),
+        # on a terminal alone: in a file every step would leave a line
+        progress=dist.get_rank() == 0 and sys.stderr.isatty(),
     )
 
 

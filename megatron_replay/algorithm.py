@@ -13,6 +13,8 @@ whose full text was not at hand. Where this loop departs from it, or decides wha
 8. `replay_ratio=0` is plain GRPO; the buffer then stays empty.
 9. Not from the paper, and off unless asked for: `importance_beta` weighs drawn rollouts as prioritized replay does,
    `ess_floor` draws fewer of them while their ratios have drifted.
+10. `generation_lag=1` samples the next batch while this one trains. A rollout's birth is the step whose weights sampled
+    it, so a fresh one then has age 1 where it is trained.
 """
 
 from __future__ import annotations
@@ -42,14 +44,25 @@ class Policy(Protocol):
         """Log-probs [T] of the batch's trained tokens under the current weights."""
 
 
+class Pending(Protocol):
+    def result(self, version: int) -> list[Completion]:
+        """Wait for the completions. What an engine lost is sampled again with the policy's weights of now, `version`.
+        In a distributed run every rank calls it."""
+
+
 class Engine(Protocol):
     """Where rollouts come from."""
 
     def load_weights(self, policy: Any, version: int) -> None:
-        """Sample with the policy's current weights from now on; `version` tags what is sampled."""
+        """Sample with the policy's current weights from now on. `version` names them and tags what is sampled:
+        asked for the version that it has, an engine does nothing."""
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int) -> list[Completion]:
-        """`group_size` completions of each prompt, with behavior log-probs."""
+    def submit(self, prompts: Sequence[Prompt], group_size: int) -> Pending:
+        """Begin to sample `group_size` completions of each prompt, with behavior log-probs. Only where the engine has
+        a device of its own does this go on while the policy trains."""
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since the last call, equal on every rank."""
 
 
 class Prompts(Protocol):
@@ -76,13 +89,22 @@ def replay_grpo(
     start_step: int = 0,
 ) -> None:
     """Run steps start_step .. train_iters - 1; `end_step(step)` runs after each and returns True to stop."""
-    for step in range(start_step, config.train_iters):
+
+    def sample(step: int) -> Pending:
         with phase("sync"):
             engine.load_weights(policy, version=step)
         with phase("generate"):
-            completions = engine.generate(group.shard(prompts.take(config.prompts_per_step)), config.group_size)
+            return engine.submit(group.shard(prompts.take(config.prompts_per_step)), config.group_size)
+
+    ahead: Pending | None = None
+    for step in range(start_step, config.train_iters):
+        sampled = ahead or sample(step)
+        with phase("generate"):
+            completions = sampled.result(step)
+        if config.generation_lag and step + 1 < config.train_iters:
+            ahead = sample(step)
         with phase("reward"):
-            rollouts, counts = score(completions, reward(completions), step)
+            rollouts, counts = score(completions, reward(completions))
             rollouts = with_group_advantages(rollouts, std=config.advantage_std)
             fresh = informative(rollouts)
         if config.old_logprobs == "recomputed":
@@ -93,6 +115,7 @@ def replay_grpo(
             buffer.evict(step)
             batch, draw = compose(fresh, buffer, config, step, group)
         metrics = step_metrics(rollouts, fresh, counts, group) | buffer.metrics(step) | draw_metrics(draw, step, group)
+        metrics |= engine.metrics()
         for iteration in range(config.iterations):
             with phase("train"):
                 update = policy.train(batch, step)

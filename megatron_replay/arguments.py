@@ -21,11 +21,13 @@ from megatron_replay.config import (
     OptimizerOptions,
     ReplayConfig,
     SamplingConfig,
+    VllmConfig,
 )
 from megatron_replay.importance import ImportanceOptions
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
 
 C = TypeVar("C")
+ENGINES = ("embedded", "vllm-server", "vllm-colocated")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(GrpoConfig, "prompts_per_step", "--grpo-prompts-per-step", "prompts of a step, over all ranks"),
         Flag(GrpoConfig, "group_size", "--grpo-group-size", "rollouts of a prompt"),
         Flag(GrpoConfig, "iterations", "--grpo-iterations", "updates on each collected batch"),
+        Flag(GrpoConfig, "generation_lag", "--rl-generation-lag", "1: sample the next batch while this one trains, with weights one step older (vllm-server alone)"),
         Flag(GrpoConfig, "advantage_std", "--rl-advantage-std", "what an advantage is divided by; none is Dr. GRPO"),
         Flag(GrpoLossOptions, "clip_eps_low", "--grpo-clamp-eps-lower", "the ratio is clipped below 1 - this"),
         Flag(GrpoLossOptions, "clip_eps_high", "--grpo-clamp-eps-upper", "the ratio is clipped above 1 + this"),
@@ -84,6 +87,22 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(SamplingConfig, "top_p", "--rl-default-top-p", "nucleus sampling; below 1 it biases the ratios"),
         Flag(SamplingConfig, "top_k", "--rl-default-top-k", "top-k sampling; above 0 it biases the ratios"),
         Flag(SamplingConfig, "allow_truncated_sampling", "--rl-allow-truncated-sampling", "accept top-p below 1 or top-k above 0"),
+    ),
+    "vllm": (
+        Flag(VllmConfig, "server_urls", "--rl-vllm-server-url", "servers that run already (examples/serve_vllm.sh); without any, rank 0 starts them"),
+        Flag(VllmConfig, "servers", "--rl-vllm-servers", "servers that rank 0 starts"),
+        Flag(VllmConfig, "host", "--rl-vllm-host", "address that a started server listens on; another than loopback needs VLLM_API_KEY"),
+        Flag(VllmConfig, "tensor_parallel_size", "--rl-vllm-tensor-parallel-size", "tensor parallelism of each engine"),
+        Flag(VllmConfig, "max_num_seqs", "--rl-vllm-max-num-seqs", "sequences that an engine decodes at once"),
+        Flag(VllmConfig, "memory_gib", "--rl-vllm-memory-gib", "key-value cache of an engine on a CPU"),
+        Flag(VllmConfig, "gpu_memory_utilization", "--rl-vllm-gpu-memory-utilization", "share of a GPU's memory that an engine takes"),
+        Flag(VllmConfig, "unseeded", "--rl-vllm-unseeded", "no seed for each sample: faster in large batches, and no rerun draws the same"),
+        Flag(VllmConfig, "transport", "--rl-vllm-transport", "how weights travel; auto: nccl or gloo to servers, cuda-ipc or shared-memory to a colocated engine"),
+        Flag(VllmConfig, "bucket_mib", "--rl-vllm-bucket-mib", "weights sent at once; a larger tensor goes alone"),
+        Flag(VllmConfig, "sync_timeout", "--rl-vllm-sync-timeout", "seconds that any one step of a weight push may take"),
+        Flag(VllmConfig, "request_timeout", "--rl-vllm-request-timeout", "seconds that a request (colocated: a batch) may take"),
+        Flag(VllmConfig, "startup_timeout", "--rl-vllm-startup-timeout", "seconds that an engine may take to start"),
+        Flag(VllmConfig, "retries", "--rl-vllm-retries", "times that a prompt or a weight push is tried again"),
     ),
     "optimizer": (
         Flag(OptimizerOptions, "lr", "--lr", "learning rate"),
@@ -135,6 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--save-interval", type=int, default=50, help="steps between checkpoints; one is always written at the end"
     )
     run.add_argument("--load", help="folder of checkpoints to resume from")
+    run.add_argument("--save-hf", help="folder for the trained model as a Hugging Face checkpoint; must not exist")
     run.add_argument(
         "--rl-replay-allow-empty-buffer", action="store_true", help="resume although the stored rollouts are missing"
     )
@@ -175,7 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--rl-task", default="sort-digits", help="sort-digits, jsonl, or reasoning-gym:NAME")
     model.add_argument("--data-path", help="JSONL file of training prompts")
     model.add_argument("--heldout-data-path", help="JSONL file of held-out prompts")
-    model.add_argument("--rl-engine", default="embedded", choices=("embedded",), help="where rollouts are sampled")
+    model.add_argument("--rl-engine", default="embedded", choices=ENGINES, help="where rollouts are sampled")
     model.add_argument(
         "--rl-generation-batch-size", type=int, default=256, help="rows that the embedded engine samples at once"
     )
@@ -218,10 +238,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--seq-length must hold a prompt and --rl-max-response-length {args.rl_max_response_length}, "
             f"got {args.seq_length}"
         )
+    if args.rl_generation_lag and args.rl_engine != "vllm-server":
+        parser.error(
+            f"--rl-generation-lag must be 0 with --rl-engine {args.rl_engine}, which samples on what trains, "
+            f"got {args.rl_generation_lag}"
+        )
     # the dataclasses check the rest: a bad value ends here, before any process group starts
     grpo_config(args)
     optimizer_options(args)
     model_options(args)
+    vllm_config(args)
     return args
 
 
@@ -247,6 +273,10 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     return _build(ModelOptions, args, dtype=torch.bfloat16 if args.bf16 else torch.float32)
 
 
+def vllm_config(args: argparse.Namespace) -> VllmConfig:
+    return _build(VllmConfig, args)
+
+
 def kernel_backend(args: argparse.Namespace) -> str | None:
     """What the ops take as `backend`: None lets them choose by device."""
     return None if args.rl_kernel_backend == "auto" else args.rl_kernel_backend
@@ -257,6 +287,9 @@ def _add(group: Any, flag: Flag) -> None:
     hint = get_type_hints(flag.target)[flag.field]
     if hint is bool:
         group.add_argument(flag.name, action="store_true", help=flag.help)
+        return
+    if get_origin(hint) is tuple:
+        group.add_argument(flag.name, type=get_args(hint)[0], nargs="*", default=default, help=flag.help)
         return
     options = get_args(hint)  # of a Literal, or of `type | None`
     choices = options if get_origin(hint) is Literal else None

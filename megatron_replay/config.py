@@ -22,6 +22,7 @@ ReplayComposition = Literal["fresh-anchored", "pool"]
 OldLogprobs = Literal["engine", "recomputed"]
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+WeightTransport = Literal["auto", "gloo", "nccl", "shared-memory", "cuda-ipc"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class GrpoConfig:
     iterations: int = 1  # updates per collected batch
     advantage_std: AdvantageStd = "population"
     old_logprobs: OldLogprobs = "engine"
+    generation_lag: int = 0  # 1: the next batch is sampled while this one trains, with weights one update older
     seed: int = 1234
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss: GrpoLossOptions = field(default_factory=GrpoLossOptions)
@@ -124,12 +126,50 @@ class GrpoConfig:
         require(self.iterations >= 1, "iterations", self.iterations, "must be at least 1")
         require_choice("advantage_std", self.advantage_std, get_args(AdvantageStd))
         require_choice("old_logprobs", self.old_logprobs, get_args(OldLogprobs))
+        require_choice("generation_lag", self.generation_lag, (0, 1))
         require(
             not self.importance.enabled or self.old_logprobs == "recomputed",
             "old_logprobs",
             self.old_logprobs,
             "must be recomputed where rollouts are weighed by trainer / engine probability",
         )
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """vLLM engines: where they run, how weights reach them, how long anything may take."""
+
+    server_urls: tuple[str, ...] = ()  # servers that the user started; without any they are spawned
+    servers: int = 1  # spawned servers
+    host: str = "127.0.0.1"  # address that a spawned server listens on
+    tensor_parallel_size: int = 1  # of each engine
+    max_num_seqs: int = 256  # sequences that an engine decodes at once
+    memory_gib: float = 2.0  # key-value cache of an engine on a CPU
+    gpu_memory_utilization: float = 0.5  # share of a GPU's memory that an engine takes
+    unseeded: bool = False  # without it every sample has a seed of its own: reruns draw the same, in slower batches
+    transport: WeightTransport = "auto"
+    bucket_mib: int = 256
+    sync_timeout: float = 300.0  # seconds
+    request_timeout: float = 600.0
+    startup_timeout: float = 600.0
+    retries: int = 3  # times that a prompt is sent again
+
+    def __post_init__(self) -> None:
+        require_choice("transport", self.transport, get_args(WeightTransport))
+        for name in ("servers", "tensor_parallel_size", "max_num_seqs", "bucket_mib"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        for name in ("memory_gib", "sync_timeout", "request_timeout", "startup_timeout"):
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "must be positive")
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            "gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "must be in (0, 1]",
+        )
+        require(self.retries >= 0, "retries", self.retries, "must be at least 0")
+        object.__setattr__(self, "server_urls", tuple(self.server_urls))
+        for url in self.server_urls:
+            require(url.startswith(("http://", "https://")), "server_urls", url, "must begin with http:// or https://")
 
 
 @dataclass(frozen=True)

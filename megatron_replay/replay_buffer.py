@@ -38,6 +38,7 @@ class Draw:
     uids: Tensor  # [m] int64, the draw of all ranks, in order
     requested: int  # rollouts asked for
     moved: int = 0  # rollouts that another rank stores than the one that trains them, over all ranks
+    fresh: int = 0  # rollouts of the batch that come before the draw
 
 
 class RolloutReplayBuffer:
@@ -144,11 +145,10 @@ class RolloutReplayBuffer:
             raise ValueError(f"n must be at least 0, got {n}")
         if fresh is not None:
             fresh.check_bounds()
-        size = self.draw_size.of(n)
+        size, none = self.draw_size.of(n), torch.empty(0, dtype=torch.int64)
+        beside = 0 if fresh is None else len(fresh)
         if size == 0:
-            return Draw(
-                self.ring.gather(torch.empty(0, dtype=torch.int64), fresh), torch.empty(0, dtype=torch.int64), n
-            )
+            return Draw(self.ring.gather(none, fresh), none, n, fresh=beside)
         problem = self._problem(step)
         if self.group.size > 1:
             return self._draw_over_shards(n, size, step, fresh, problem)
@@ -156,7 +156,7 @@ class RolloutReplayBuffer:
             raise RuntimeError(problem)
         slots, _ = self._own_draw(size, step)
         batch = _weighed(self.ring.gather(slots, fresh), self._importance_factors(slots))
-        return Draw(batch, self.ring.fields["uid"][slots], n)
+        return Draw(batch, self.ring.fields["uid"][slots], n, fresh=beside)
 
     def metrics(self, step: int) -> dict[str, float]:
         """State over all shards; eviction counts are since the start of the run, evicted lengths of the last step."""
@@ -263,7 +263,7 @@ class RolloutReplayBuffer:
             own_part = _weighed(self.ring.gather(slots), factors)
             drawn = redistribute(own_part, won.owner, destination, won.lengths, self.group)
             batch = drawn if fresh is None else RolloutBatch.cat([fresh.to(drawn.device), drawn])
-        return Draw(batch, won.uids, requested, moved)
+        return Draw(batch, won.uids, requested, moved, 0 if fresh is None else len(fresh))
 
     def _problem(self, step: int) -> str | None:
         """Why nothing can be drawn at this step, or None."""

@@ -130,11 +130,10 @@ class RolloutBatch:
         return counts[self.cu_seqlens.long()].diff()
 
     @classmethod
-    def from_completions(
-        cls, completions: Sequence[Completion], rewards: Sequence[float], birth_step: int
-    ) -> RolloutBatch:
+    def from_completions(cls, completions: Sequence[Completion], rewards: Sequence[float]) -> RolloutBatch:
         """Pack completions; advantages are 0 until `advantage.with_group_advantages` sets them.
 
+        The version of the weights that sampled a rollout is the step at which those weights were current: its birth.
         The loss mask follows from lengths alone: no token of the prompt, every token of the response.
         Raises ValueError for a completion without finite log-probs: it could never be replayed.
         """
@@ -164,14 +163,14 @@ class RolloutBatch:
             group_std=zeros.clone(),
             importance_weight=torch.ones(len(completions)),
             group_ids=torch.tensor([c.prompt.counter for c in completions], dtype=torch.int64),
-            birth_step=torch.full((len(completions),), birth_step, dtype=torch.int64),
+            birth_step=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
             uid=torch.tensor([c.uid for c in completions], dtype=torch.int64),
             prompt_id=torch.tensor([c.prompt.prompt_id for c in completions], dtype=torch.int64),
         )
 
     @classmethod
     def empty(cls) -> RolloutBatch:
-        return cls.from_completions([], [], 0)
+        return cls.from_completions([], [])
 
     @classmethod
     def cat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -13,9 +13,7 @@ from megatron_replay.replay_buffer import Draw
 from megatron_replay.rollout import Completion, RolloutBatch
 
 
-def score(
-    completions: Sequence[Completion], rewards: Sequence[float | None], step: int
-) -> tuple[RolloutBatch, dict[str, int]]:
+def score(completions: Sequence[Completion], rewards: Sequence[float | None]) -> tuple[RolloutBatch, dict[str, int]]:
     """Completions with finite log-probs and rewards as a batch; the others are dropped and counted."""
     usable = [(c, r) for c, r in zip(completions, rewards, strict=True) if c.problem() is None]
     kept = [(c, float(r)) for c, r in usable if r is not None and math.isfinite(r)]
@@ -25,7 +23,7 @@ def score(
         "dropped_rewards": len(usable) - len(kept),
         "truncated": sum(c.finish_reason == "length" for c in completions),
     }
-    return RolloutBatch.from_completions([c for c, _ in kept], [r for _, r in kept], step), counts
+    return RolloutBatch.from_completions([c for c, _ in kept], [r for _, r in kept]), counts
 
 
 def step_metrics(
@@ -64,11 +62,8 @@ def step_metrics(
 
 
 def draw_metrics(draw: Draw, step: int, group: DataParallelGroup) -> dict[str, float | str]:
-    """Size, ages and identity of one draw. `draw_hash` does not depend on the layout or the order of the draw.
-
-    The batch's fresh rollouts have age 0 and change nothing here.
-    """
-    age = (step - draw.batch.birth_step).double()
+    """Size, ages and identity of one draw. `draw_hash` does not depend on the layout or the order of the draw."""
+    age = (step - draw.batch.birth_step[draw.fresh :]).double()
     total = float(group.sum(age.sum().reshape(1)))
     oldest = int(group.max(torch.tensor([int(age.max()) if len(age) else 0])))
     size = draw.uids.numel()

@@ -10,7 +10,7 @@ VOCAB = 29
 
 
 def completion(
-    counter: int = 0, sample: int = 0, *, prompt: int = 3, response: int = 4, group_size: int = 4, seed: int = 0
+    counter: int = 0, sample: int = 0, *, prompt: int = 3, response: int = 4, group_size: int = 4, seed: int = 0, version: int = 0
 ) -> Completion:
     """Random ids and log-probs; `prompt` and `response` are lengths."""
     g = torch.Generator().manual_seed(seed * 1_000_003 + counter * 1009 + sample)
@@ -21,7 +21,7 @@ def completion(
         tokens=tuple(torch.randint(0, VOCAB, (response,), generator=g).tolist()),
         logprobs=tuple((-3 * torch.rand(response, generator=g)).tolist()),
         finish_reason="stop",
-        weight_version=0,
+        weight_version=version,
     )
 
 
@@ -30,8 +30,9 @@ def batch(
 ) -> RolloutBatch:
     """One rollout for each (prompt length, response length), random advantages, uids distinct."""
     made = [
-        completion(first_counter + i, prompt=p, response=r, seed=seed, group_size=1) for i, (p, r) in enumerate(lengths)
+        completion(first_counter + i, prompt=p, response=r, seed=seed, group_size=1, version=birth_step)
+        for i, (p, r) in enumerate(lengths)
     ]
     g = torch.Generator().manual_seed(seed + 17)
-    out = RolloutBatch.from_completions(made, torch.rand(len(made), generator=g).tolist(), birth_step)
+    out = RolloutBatch.from_completions(made, torch.rand(len(made), generator=g).tolist())
     return out.replace(advantage=torch.randn(len(made), generator=g), group_std=torch.ones(len(made)))

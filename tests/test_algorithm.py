@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_replay.algorithm import compose, replay_grpo
 from megatron_replay.config import GrpoConfig, ReplayConfig
 from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.engines.embedded import Sampled
 from megatron_replay.importance import ImportanceOptions
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import Completion, Prompt, RolloutBatch
@@ -44,15 +45,23 @@ class ListEngine:
     """Random completions; remembers the order of its calls."""
 
     calls: list[str] = field(default_factory=list)
+    version: int = -1
     spoil: Callable[[Completion], Completion] = lambda c: c
 
     def load_weights(self, policy: Any, version: int) -> None:
         self.calls.append(f"load {version}")
+        self.version = version
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int) -> list[Completion]:
+    def submit(self, prompts: Sequence[Prompt], group_size: int) -> Sampled:
         self.calls.append("generate")
+        return Sampled(self._sample(prompts, group_size))
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/calls": float(len(self.calls))}
+
+    def _sample(self, prompts: Sequence[Prompt], group_size: int) -> list[Completion]:
         return [
-            self.spoil(completion(p.counter, s, response=1 + (p.counter + s) % 6, group_size=group_size))
+            self.spoil(completion(p.counter, s, response=1 + (p.counter + s) % 6, group_size=group_size, version=self.version))
             for p in prompts
             for s in range(group_size)
         ]

@@ -41,7 +41,7 @@ def test_behavior_logprobs_are_the_training_path_s(trained: MegatronPolicy) -> N
     engine = EmbeddedEngine(sampler(trained), sampling, EOS)
     engine.load_weights(trained, version=4)
     completions = engine.generate(prompts([3, 11, 1, 6]), group_size=4)
-    batch = RolloutBatch.from_completions(completions, [0.0] * 16, birth_step=4)
+    batch = RolloutBatch.from_completions(completions, [0.0] * 16)
     warm = dataclasses.replace(trained, head=dataclasses.replace(trained.head, temperature=0.7))
     assert (warm.logprobs(batch) - batch.behavior_logprobs).abs().max() < 1e-4
     assert {c.weight_version for c in completions} == {4}
@@ -56,7 +56,7 @@ def test_the_gap_to_the_engine_stays_flat_without_learning(tmp_path: Path) -> No
     for step in range(20):
         engine.load_weights(p, step)
         asked = [dataclasses.replace(x, counter=100 * step + x.counter) for x in prompts([3, 2])]
-        batch = RolloutBatch.from_completions(engine.generate(asked, 4), [0.0] * 8, step)
+        batch = RolloutBatch.from_completions(engine.generate(asked, 4), [0.0] * 8)
         metrics = p.train(batch.replace(advantage=torch.linspace(-1, 1, 8)), step)
         assert metrics["train_rollout_logprob_outliers"] == 0
         gaps.append(metrics["train_rollout_logprob_abs_diff_max"])

@@ -11,24 +11,24 @@ from tests.rollouts import batch, completion
 
 def test_mask_is_exactly_the_response_with_first_token_and_eos() -> None:
     made = [
-        completion(0, prompt=3, response=4),
-        completion(1, prompt=1, response=1),
-        completion(2, prompt=5, response=2),
+        completion(0, prompt=3, response=4, version=6),
+        completion(1, prompt=1, response=1, version=5),
+        completion(2, prompt=5, response=2, version=6),
     ]
-    b = RolloutBatch.from_completions(made, [1.0, 0.0, 0.5], birth_step=6)
+    b = RolloutBatch.from_completions(made, [1.0, 0.0, 0.5])
     assert b.loss_mask.int().tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 1]
     assert b.response_lengths.tolist() == [4, 1, 2] and b.lengths.tolist() == [7, 2, 7]
     assert not b.behavior_logprobs[~b.loss_mask].any()
     for i, c in enumerate(made):
         ids = b.tokens[b.cu_seqlens[i] : b.cu_seqlens[i + 1]].tolist()
         assert ids == [*c.prompt.tokens, *c.tokens], "ids of the engine reach the trainer unchanged"
-    assert b.birth_step.tolist() == [6, 6, 6] and b.importance_weight.tolist() == [1, 1, 1]
+    assert b.birth_step.tolist() == [6, 5, 6] and b.importance_weight.tolist() == [1, 1, 1]
 
 
 def test_an_eos_id_inside_the_prompt_or_as_padding_id_changes_nothing() -> None:
     """The mask follows lengths, never token ids."""
     c = Completion(Prompt((1, 1, 0), 0, 0), 0, (0, 1, 1), (-0.1, -0.2, -0.3), "length", 0)
-    assert RolloutBatch.from_completions([c], [0.0], 0).loss_mask.tolist() == [False] * 3 + [True] * 3
+    assert RolloutBatch.from_completions([c], [0.0]).loss_mask.tolist() == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_completion_without_behavior_logprobs_is_refused(change: dict[str, obj
     c = dataclasses.replace(completion(3), **change)  # type: ignore[arg-type]
     assert c.problem() is not None
     with pytest.raises(ValueError, match=f"behavior_logprobs: the completion with uid {c.uid} .*{words}"):
-        RolloutBatch.from_completions([c], [0.0], 0)
+        RolloutBatch.from_completions([c], [0.0])
 
 
 def test_uids_are_unique_over_prompts_samples_and_steps() -> None:
@@ -94,7 +94,7 @@ def test_wrong_shapes_and_dtypes_name_the_field(name: str, value: torch.Tensor, 
 
 def test_counts_must_agree() -> None:
     with pytest.raises(ValueError, match="rewards has 2 entries for 1 completions"):
-        RolloutBatch.from_completions([completion()], [0.0, 1.0], 0)
+        RolloutBatch.from_completions([completion()], [0.0, 1.0])
 
 
 def test_more_tokens_than_int32_is_an_error() -> None:

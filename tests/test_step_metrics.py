@@ -16,17 +16,18 @@ from tests.shards import run_ranks
 
 
 def part(births: list[int], fresh: int = 0) -> RolloutBatch:
-    """What one rank trains at step 7: `fresh` rollouts of that step, and then those of `births`."""
-    births = [7] * fresh + births
+    """What one rank trains at step 7: `fresh` rollouts of step 2, and then those of `births`."""
+    births = [2] * fresh + births
     return batch([(1, 1)] * len(births)).replace(birth_step=torch.tensor(births, dtype=torch.int64))
 
 
 def test_ages_are_means_and_maxima_over_the_draw_of_all_ranks() -> None:
     """Ages 1 and 3 on rank 0, 4 on rank 1, none on rank 2; the fresh rollouts beside them do not count."""
+    fresh = (5, 0, 2)
     parts = [part([6, 4], fresh=5), part([3]), part([], fresh=2)]
 
     def body(group: DataParallelGroup) -> dict[str, Any]:
-        draw = Draw(parts[group.rank], torch.tensor([30, 10, 20]), requested=9, moved=2)
+        draw = Draw(parts[group.rank], torch.tensor([30, 10, 20]), requested=9, moved=2, fresh=fresh[group.rank])
         return draw_metrics(draw, 7, group)
 
     first, second, third = run_ranks(3, body)
@@ -38,7 +39,7 @@ def test_ages_are_means_and_maxima_over_the_draw_of_all_ranks() -> None:
 def test_an_empty_draw_has_no_age() -> None:
     none = torch.empty(0, dtype=torch.int64)
     for fresh in (0, 3):
-        m = draw_metrics(Draw(part([], fresh), none, requested=0), 7, DataParallelGroup())
+        m = draw_metrics(Draw(part([], fresh), none, requested=0, fresh=fresh), 7, DataParallelGroup())
         assert (m["replay/draw_size"], m["replay/age_mean"], m["replay/age_max"], m["replay/moved"]) == (0, 0, 0, 0)
 
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megatron_replay.config import SamplingConfig
 from megatron_replay.rollout import Completion, Prompt
 
 Sampler = Callable[[Sequence[Sequence[int]], Sequence[int], SamplingConfig, int], list[tuple[list[int], list[float]]]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Completions that are there already."""
+
+    completions: list[Completion]
+
+    def result(self, version: int) -> list[Completion]:
+        return self.completions
 
 
 class EmbeddedEngine:
@@ -22,6 +33,16 @@ class EmbeddedEngine:
     def load_weights(self, policy: object, version: int) -> None:
         """Nothing moves: the sampler reads the policy's own parameters. The version tags what follows."""
         self.weight_version = version
+
+    def submit(self, prompts: Sequence[Prompt], group_size: int) -> Sampled:
+        """Nothing is left to wait for: the sampler needs the processes that train."""
+        return Sampled(self.generate(prompts, group_size))
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def generate(self, prompts: Sequence[Prompt], group_size: int) -> list[Completion]:
         """`group_size` completions of each prompt, group by group."""

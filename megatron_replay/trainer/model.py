@@ -1,13 +1,9 @@
-"""The policy network: a megatron-core GPTModel in the shape of a Hugging Face checkpoint, and its weights."""
+"""The policy network: a megatron-core GPTModel in the shape of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -21,14 +17,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-from safetensors import safe_open
 from torch import Tensor
 
 from megatron_replay.config import ModelOptions, TransformerImpl
 from megatron_replay.ops.checks import require_choice
 from megatron_replay.trainer.attention import PackedSelfAttention, RMSNorm, SdpaCoreAttention
 from megatron_replay.trainer.parallel import ParallelGroups
-from megatron_replay.weight_sync.hf_mapping import hf_names, to_megatron
 from megatron_replay.weight_sync.model_shape import ModelShape
 
 
@@ -45,7 +39,9 @@ def build_model(shape: ModelShape, options: ModelOptions, groups: ParallelGroups
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
         position_embedding_type="rope",
-        rotary_base=int(shape.rope_theta),
+        rotary_base=shape.rope_theta,
+        rope_scaling=shape.rope_scaling_factor is not None,
+        rope_scaling_factor=shape.rope_scaling_factor or 1.0,
         share_embeddings_and_output_weights=shape.tied_embeddings,
     ).to(groups.device)
 
@@ -66,7 +62,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        qk_layernorm=True,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -105,14 +102,14 @@ def resolve_impl(requested: str) -> str:
 def block_spec(config: TransformerConfig, impl: str, pipeline_rank: int) -> TransformerBlockSubmodules | ModuleSpec:
     """Layer specs of one pipeline stage."""
     if impl == "transformer_engine":
-        return ModuleSpec(
-            module=TransformerLayer, submodules=get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=True)
-        )
-    layer = get_gpt_layer_local_submodules(qk_layernorm=True, normalization="RMSNorm")
+        layer = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+        return ModuleSpec(module=TransformerLayer, submodules=layer)
+    layer = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     attention = layer.self_attention
     attention.module = PackedSelfAttention
     attention.submodules.core_attention = SdpaCoreAttention
-    attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)
     count = get_num_layers_to_build(config, None, pipeline_rank)
@@ -126,71 +123,22 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         yield re.sub(r"(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + offset}", name), parameter
 
 
-@torch.no_grad()
-def load_hf_weights(model: GPTModel, folder: str | Path, shape: ModelShape, groups: ParallelGroups) -> None:
-    """Fill this rank's shard from FOLDER's safetensors, tensor by tensor.
-
-    Raises ValueError when the folder's names or shapes are not those of config.json: nothing is left random.
-    """
-    with ExitStack() as stack:
-        where = {}
-        for path in _safetensors_files(Path(folder)):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            where.update(dict.fromkeys(file.keys(), file))
-        expected = hf_names(shape)
-        extra = set(where) - expected - ({"lm_head.weight"} if shape.tied_embeddings else set())
-        if missing := expected - set(where):
-            raise ValueError(f"--load-hf {str(folder)!r} lacks {len(missing)} tensors, the first is {min(missing)}")
-        if extra:
-            raise ValueError(f"--load-hf {str(folder)!r} has {len(extra)} unknown tensors, the first is {min(extra)}")
-        for name, parameter in global_parameters(model):
-            value = to_megatron(
-                name,
-                lambda x: where[x].get_tensor(x),
-                shape,
-                padded_vocab=model.vocab_size,
-                tensor_rank=groups.tensor_rank,
-                tensor_size=groups.tensor_size,
-            )
-            if value.shape != parameter.shape:
-                raise ValueError(
-                    f"--load-hf {str(folder)!r} does not fit its config.json: {name} is {list(value.shape)}, "
-                    f"the model needs {list(parameter.shape)}"
-                )
-            parameter.copy_(value)
-
-
 def head_weight(output_layer: Any, output_weight: Tensor | None) -> Tensor:
     """The LM head [Vp, H] as GPTModel hands it to an output processor: tied (`output_weight`), or the layer's own."""
     return output_layer.weight if output_weight is None else output_weight
 
 
-def checkpoint_identity(folder: str | Path) -> str:
-    """sha256 over the names and bytes of a Hugging Face checkpoint's weights: what a reference model is."""
-    digest = hashlib.sha256()
-    for path in _safetensors_files(Path(folder)):
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted({folder / x for x in json.loads(index.read_text())["weight_map"].values()})
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"--load-hf must name a folder with safetensors weights, got {str(folder)!r}")
-    return files
-
-
 def _check_layout(shape: ModelShape, options: ModelOptions, groups: ParallelGroups) -> None:
-    tp, pp = groups.tensor_size, groups.pipeline_size
+    tp, pp, kv_heads = groups.tensor_size, groups.pipeline_size, shape.num_kv_heads
+    # with more ranks than key-value heads, several ranks attend to one
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(
+            f"--tensor-model-parallel-size must divide the {kv_heads} key-value heads or be a multiple of it, got {tp}"
+        )
     for what, size in (
         ("attention heads", shape.num_heads),
-        ("key-value heads", shape.num_kv_heads),
         ("ffn rows", shape.ffn_size),
+        ("fused q, k and v rows", (shape.num_heads + 2 * kv_heads) * shape.head_dim),
     ):
         if size % tp:
             raise ValueError(f"--tensor-model-parallel-size must divide the {size} {what}, got {tp}")
@@ -198,3 +146,12 @@ def _check_layout(shape: ModelShape, options: ModelOptions, groups: ParallelGrou
         raise ValueError(f"--pipeline-model-parallel-size must divide the {shape.num_layers} layers, got {pp}")
     if options.sequence_parallel and tp == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
+
+
+def __getattr__(name: str) -> Any:
+    """`load_hf_weights` and `checkpoint_identity` are in hf_checkpoint, which imports this module."""
+    if name not in ("load_hf_weights", "checkpoint_identity"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_replay.trainer import hf_checkpoint
+
+    return getattr(hf_checkpoint, name)

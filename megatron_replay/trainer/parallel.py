@@ -27,6 +27,7 @@ class ParallelGroups:
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
+    replica: dist.ProcessGroup  # the ranks that hold the model once: stage by stage, in tensor-parallel order
     device: torch.device
 
     @property
@@ -97,6 +98,7 @@ def initialize(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
+        replica=parallel_state.get_model_parallel_group(),
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
     )
 

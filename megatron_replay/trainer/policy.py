@@ -23,9 +23,12 @@ from megatron_replay.trainer.forward_step import (
     LossReport,
     TrainForwardStep,
 )
+from megatron_replay.trainer.model import global_parameters
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.packing import PackedMicrobatch, pack, padded_length, plan_bins
 from megatron_replay.trainer.parallel import ParallelGroups
+from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 
 PER_AGE = ("ratio_mean", "clip_fraction", "ess")
 
@@ -41,11 +44,25 @@ class MegatronPolicy:
     head: HeadOptions
     bin_tokens: int  # token budget of a microbatch
     age_metrics: bool = False  # names for each age: the head's age_buckets are then ages
+    generation_lag: int = 0  # age of a fresh rollout, but for the first step's
     reference: dict[str, Tensor] | None = None  # weights of the reference model, where kl_beta > 0
 
     def __post_init__(self) -> None:
         if self.head.loss.kl_beta > 0 and self.reference is None:
             self.reference = {n: p.detach().to("cpu", copy=True) for n, p in unwrap(self.model).named_parameters()}
+
+    def sharded_weights(self, shape: ModelShape) -> ShardedWeights:
+        """What this rank holds of the weights; the tensors are the model's own."""
+        model = unwrap(self.model)
+        return ShardedWeights(
+            shape=shape,
+            padded_vocab=model.vocab_size,
+            parameters={name: parameter.detach() for name, parameter in global_parameters(model)},
+            tensor_rank=self.groups.tensor_rank,
+            tensor_size=self.groups.tensor_size,
+            replica=self.groups.replica,
+            data_rank=self.groups.data_rank,
+        )
 
     def train(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """One update on the global batch, and its metrics (the same on every rank).
@@ -62,7 +79,8 @@ class MegatronPolicy:
         weights = rollout_loss_weights(batch.response_lengths, tokens, rollouts, self.head.loss)
         packs = self._pack(batch)
         reference = self._reference_logprobs(batch, packs) if self.reference is not None else None
-        inputs = [_loss_inputs(p, batch, weights, step, reference, self.head.age_buckets) for p in packs]
+        newest = step - self.generation_lag
+        inputs = [_loss_inputs(p, batch, weights, newest, reference, self.head.age_buckets) for p in packs]
         forward_step = TrainForwardStep(self.groups, self.head)
 
         self.model.train()
@@ -160,7 +178,7 @@ class MegatronPolicy:
         for age in range(buckets if self.age_metrics else 0):
             row = summarize_stats(stats[age], maxima[age])
             if row["tokens"] > 0:
-                metrics |= {f"age_{age:02d}/{name}": row[name] for name in PER_AGE}
+                metrics |= {f"age_{age + self.generation_lag:02d}/{name}": row[name] for name in PER_AGE}
         metrics["replay/fraction"] = metrics.get("replay/rollouts", 0.0) / max(1.0, metrics["train/rollouts"])
         metrics["train_rollout_logprob_abs_diff"] = metrics["fresh/logprob_abs_diff_mean"]
         metrics["train_rollout_logprob_abs_diff_max"] = metrics["fresh/logprob_abs_diff_max"]
@@ -175,7 +193,12 @@ def _fill(parameters: dict[str, torch.nn.Parameter], values: dict[str, Tensor]) 
 
 
 def _loss_inputs(
-    pack: PackedMicrobatch, batch: RolloutBatch, weights: Tensor, step: int, reference: Tensor | None, age_buckets: int
+    pack: PackedMicrobatch,
+    batch: RolloutBatch,
+    weights: Tensor,
+    newest: int,
+    reference: Tensor | None,
+    age_buckets: int,
 ) -> GrpoLossInputs:
     """The loss sees the rows that predict a trained token, and nothing else of the pack."""
     at = pack.rollouts
@@ -187,6 +210,6 @@ def _loss_inputs(
         loss_weight=weights[at],
         reference_logprobs=None if reference is None else reference[pack.token_index],
         importance_weight=batch.importance_weight[at],
-        age=step - batch.birth_step[at],
+        age=newest - batch.birth_step[at],
         age_buckets=age_buckets,
     )

@@ -1,14 +1,17 @@
-"""One table between Megatron's parameter names and Hugging Face's, read in both directions.
+"""One table for each model family between Megatron's parameter names and Hugging Face's, read in both directions.
 
-Each rule names a Megatron parameter, the Hugging Face tensors it is made of, and how: `copy`, `vocab` (rows
-padded to the sharded vocabulary), `qkv` (query heads, key and value interleaved by query group) or `gate_up`
-(the gate's rows above the up projection's). `shard_dim` is the tensor-parallel dimension, None: replicated.
+A rule names a Megatron parameter, the Hugging Face tensors it is made of with their symbolic dimensions, and how it
+is made: `copy`, `vocab` (rows padded to the sharded vocabulary), `qkv` (query heads, key and value of the first query
+group, then of the second, ...) or `gate_up` (the gate's rows above the up projection's). `shard_dim` is the
+tensor-parallel dimension, None: replicated. Everything else here is derived from the tables.
+
+Dims: vocab, hidden, ffn; head: of one head; q: all query heads; kv: all key (or all value) heads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,42 +21,73 @@ from torch import Tensor
 from megatron_replay.weight_sync.model_shape import ModelShape
 
 Kind = Literal["copy", "vocab", "qkv", "gate_up"]
+Dim = Literal["vocab", "hidden", "ffn", "head", "q", "kv"]
+HfTensor = tuple[str, tuple[Dim, ...]]
 
 
 @dataclass(frozen=True)
 class Rule:
     megatron: str
-    hf: tuple[str, ...]
+    hf: tuple[HfTensor, ...]
     kind: Kind = "copy"
     shard_dim: int | None = None
 
 
 _LAYER = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
-QWEN3: tuple[Rule, ...] = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", 0),
-    Rule(_LAYER + "input_layernorm.weight", (_HF + "input_layernorm.weight",)),
-    Rule(
-        _LAYER + "self_attention.linear_qkv.weight",
-        tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        "qkv",
-        0,
+
+
+def _layer_rule(megatron: str, *hf: HfTensor, kind: Kind = "copy", shard_dim: int | None = None) -> Rule:
+    return Rule(_LAYER + megatron, tuple((_HF + name, dims) for name, dims in hf), kind, shard_dim)
+
+
+EMBEDDING = Rule("embedding.word_embeddings.weight", (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab", 0)
+FINAL_NORM = Rule("decoder.final_layernorm.weight", (("model.norm.weight", ("hidden",)),))
+HEAD = Rule("output_layer.weight", (("lm_head.weight", ("vocab", "hidden")),), "vocab", 0)
+
+_ATTENTION = (
+    _layer_rule("input_layernorm.weight", ("input_layernorm.weight", ("hidden",))),
+    _layer_rule(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", ("q", "hidden")),
+        ("self_attn.k_proj.weight", ("kv", "hidden")),
+        ("self_attn.v_proj.weight", ("kv", "hidden")),
+        kind="qkv",
+        shard_dim=0,
     ),
-    Rule(_LAYER + "self_attention.q_layernorm.weight", (_HF + "self_attn.q_norm.weight",)),
-    Rule(_LAYER + "self_attention.k_layernorm.weight", (_HF + "self_attn.k_norm.weight",)),
-    Rule(_LAYER + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), shard_dim=1),
-    Rule(_LAYER + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",)),
-    Rule(
-        _LAYER + "mlp.linear_fc1.weight",
-        (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-        "gate_up",
-        0,
-    ),
-    Rule(_LAYER + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), shard_dim=1),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    Rule("output_layer.weight", ("lm_head.weight",), "vocab", 0),
+    _layer_rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "q")), shard_dim=1),
 )
-RULES = {"qwen3": QWEN3}
+_QKV_BIAS = (
+    _layer_rule(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", ("q",)),
+        ("self_attn.k_proj.bias", ("kv",)),
+        ("self_attn.v_proj.bias", ("kv",)),
+        kind="qkv",
+        shard_dim=0,
+    ),
+)
+_QK_NORM = (
+    _layer_rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight", ("head",))),
+    _layer_rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight", ("head",))),
+)
+_MLP = (
+    _layer_rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", ("hidden",))),
+    _layer_rule(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", ("ffn", "hidden")),
+        ("mlp.up_proj.weight", ("ffn", "hidden")),
+        kind="gate_up",
+        shard_dim=0,
+    ),
+    _layer_rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight", ("hidden", "ffn")), shard_dim=1),
+)
+# the rules of one layer
+LAYER_RULES: dict[str, tuple[Rule, ...]] = {
+    "qwen3": _ATTENTION + _QK_NORM + _MLP,
+    "qwen2": _ATTENTION + _QKV_BIAS + _MLP,
+    "llama": _ATTENTION + _MLP,
+}
 
 # Transformer Engine fuses a norm into the linear layer that follows it.
 FUSED_NORMS = {
@@ -62,30 +96,54 @@ FUSED_NORMS = {
 }
 
 
+def plain_name(name: str) -> str:
+    """A Megatron parameter's name as the tables have it: a norm under its own name."""
+    for fused, plain in FUSED_NORMS.items():
+        name = name.replace(fused, plain)
+    return name
+
+
 def find_rule(name: str, shape: ModelShape) -> tuple[Rule, tuple[str, ...]]:
     """The rule of a Megatron parameter (global layer number in its name) and its Hugging Face names.
 
-    Raises KeyError for a parameter that no rule covers.
+    With tied embeddings `output_layer.weight`, the copy of a last pipeline stage, is the embedding. Raises KeyError
+    for a parameter that no rule covers.
     """
-    for fused, plain in FUSED_NORMS.items():
-        name = name.replace(fused, plain)
-    layer = re.search(r"decoder\.layers\.(\d+)\.", name)
+    plain = plain_name(name)
+    layer = re.search(r"decoder\.layers\.(\d+)\.", plain)
     number = layer[1] if layer else ""
-    for rule in RULES[shape.family]:
-        if rule.megatron.format(layer=number) == name:
-            hf = rule.hf
-            if name == "output_layer.weight" and shape.tied_embeddings:
-                hf = ("model.embed_tokens.weight",)
-            return rule, tuple(x.format(layer=number) for x in hf)
+    for rule in (EMBEDDING, *LAYER_RULES[shape.family], FINAL_NORM, HEAD):
+        if rule.megatron.format(layer=number) == plain and int(number or 0) < shape.num_layers:
+            sources = EMBEDDING.hf if rule is HEAD and shape.tied_embeddings else rule.hf
+            return rule, tuple(hf.format(layer=number) for hf, _ in sources)
     raise KeyError(f"no {shape.family} rule covers the parameter {name}")
 
 
-def hf_names(shape: ModelShape) -> set[str]:
-    """Every Hugging Face tensor of a model, each once; tied embeddings have no lm_head."""
-    names = {
-        hf.format(layer=layer) for rule in RULES[shape.family] for hf in rule.hf for layer in range(shape.num_layers)
+def megatron_names(shape: ModelShape) -> list[str]:
+    """Every Megatron parameter of a model, each once, from the embedding to the head (none where it is tied)."""
+    return [rule.megatron.format(layer=layer) for rule, layer in _rules(shape)]
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of a model and its shape, from the embedding to the head (none where it is tied)."""
+    return {
+        name.format(layer=layer): tuple(_size(d, shape) for d in dims)
+        for rule, layer in _rules(shape)
+        for name, dims in rule.hf
     }
-    return names - {"lm_head.weight"} if shape.tied_embeddings else names
+
+
+def hf_names(shape: ModelShape) -> set[str]:
+    """Every Hugging Face tensor of a model; tied embeddings have no lm_head."""
+    return set(hf_shapes(shape))
+
+
+def megatron_shape(name: str, shape: ModelShape, padded_vocab: int) -> tuple[int, ...]:
+    """The shape of one Megatron parameter over all its tensor-parallel shards."""
+    rule, _ = find_rule(name, shape)
+    first, *rest = (tuple(_size(d, shape) for d in dims) for _, dims in rule.hf)
+    rows = padded_vocab if rule.kind == "vocab" else first[0] + sum(x[0] for x in rest)
+    return (rows, *first[1:])
 
 
 def to_megatron(
@@ -97,27 +155,44 @@ def to_megatron(
     tensor_rank: int = 0,
     tensor_size: int = 1,
 ) -> Tensor:
-    """This tensor-parallel rank's shard of one Megatron parameter, made from the tensors that `read` returns."""
+    """This tensor-parallel rank's shard of one Megatron parameter, made from the tensors that `read` returns.
+
+    Raises ValueError naming a Hugging Face tensor whose shape is not that of `hf_shapes`.
+    """
     rule, sources = find_rule(name, shape)
-    parts = [read(x) for x in sources]
+    parts = []
+    for source, (_, dims) in zip(sources, rule.hf, strict=True):
+        part, expected = read(source), [_size(d, shape) for d in dims]
+        if list(part.shape) != expected:
+            raise ValueError(f"{source} must be {expected}, got {list(part.shape)}")
+        parts.append(part)
     return shard(rule, merge(rule, parts, shape, padded_vocab), tensor_rank, tensor_size)
 
 
 def to_hf(name: str, shards: Sequence[Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """The full Hugging Face tensors of one Megatron parameter, from its shards in tensor-parallel order."""
+    """The full Hugging Face tensors of one Megatron parameter, from its shards in tensor-parallel order.
+
+    Raises ValueError when the shards together have another shape than the parameter.
+    """
     rule, targets = find_rule(name, shape)
-    return dict(zip(targets, split(rule, unshard(rule, shards), shape), strict=True))
+    full = unshard(rule, shards)
+    rows = max(full.size(0), shape.vocab_size) if rule.kind == "vocab" else 0
+    if full.shape != (expected := megatron_shape(name, shape, rows)):
+        raise ValueError(f"{name} must be {list(expected)} over all shards, got {list(full.shape)}")
+    return dict(zip(targets, split(rule, full, shape), strict=True))
 
 
 def merge(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, padded_vocab: int) -> Tensor:
     """Hugging Face tensors -> the full Megatron tensor."""
     if rule.kind == "vocab":
         (weight,) = parts
+        if padded_vocab < weight.size(0):
+            raise ValueError(f"padded_vocab must be at least the vocabulary's {weight.size(0)}, got {padded_vocab}")
         padding = weight.new_zeros(padded_vocab - weight.size(0), *weight.shape[1:])
         return torch.cat([weight, padding])
     if rule.kind == "qkv":
-        groups = shape.num_kv_heads
-        grouped = [x.view(groups, -1, x.size(-1)) for x in parts]  # [g, heads of the group * head_dim, H]
+        # [groups, rows of the group, hidden]; a bias has no hidden
+        grouped = [x.unflatten(0, (shape.num_kv_heads, -1)) for x in parts]
         return torch.cat(grouped, 1).flatten(0, 1)
     return torch.cat(list(parts)) if rule.kind == "gate_up" else parts[0]
 
@@ -128,14 +203,17 @@ def split(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
         return [full[: shape.vocab_size]]
     if rule.kind == "qkv":
         groups, d = shape.num_kv_heads, shape.head_dim
-        grouped = full.view(groups, -1, full.size(-1))
         sizes = [shape.num_heads // groups * d, d, d]
-        return [x.flatten(0, 1) for x in grouped.split(sizes, 1)]
+        return [x.flatten(0, 1) for x in full.unflatten(0, (groups, -1)).split(sizes, 1)]
     return list(full.chunk(2)) if rule.kind == "gate_up" else [full]
 
 
 def shard(rule: Rule, full: Tensor, rank: int, size: int) -> Tensor:
-    """One tensor-parallel rank's part of a full Megatron tensor."""
+    """One tensor-parallel rank's part of a full Megatron tensor.
+
+    Fused q, k and v are cut evenly whatever the heads are: with more ranks than key-value heads Megatron gathers
+    their outputs and each rank picks its query heads.
+    """
     if rule.shard_dim is None or size == 1:
         return full
     pieces = full.chunk(2) if rule.kind == "gate_up" else [full]
@@ -155,3 +233,26 @@ def unshard(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
         halves = [x.chunk(2) for x in shards]
         return torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])
     return torch.cat(list(shards), rule.shard_dim)
+
+
+def _rules(shape: ModelShape) -> Iterator[tuple[Rule, int | str]]:
+    """Every rule with the number of its layer."""
+    yield EMBEDDING, ""
+    for layer in range(shape.num_layers):
+        for rule in LAYER_RULES[shape.family]:
+            yield rule, layer
+    yield FINAL_NORM, ""
+    if not shape.tied_embeddings:
+        yield HEAD, ""
+
+
+def _size(dim: Dim, shape: ModelShape) -> int:
+    sizes: dict[Dim, int] = {
+        "vocab": shape.vocab_size,
+        "hidden": shape.hidden_size,
+        "ffn": shape.ffn_size,
+        "head": shape.head_dim,
+        "q": shape.num_heads * shape.head_dim,
+        "kv": shape.num_kv_heads * shape.head_dim,
+    }
+    return sizes[dim]

@@ -169,7 +169,7 @@ def labels_gap(policy: MegatronPolicy) -> float:
     made = Completion(Prompt((int(ids[0, 0]),), 0, 0), 0, tuple(ids[0, 1:].tolist()), (0.0,) * 11, "length", 0)
     padded = unwrap(policy.model).vocab_size
     at_one = replace(policy, head=replace(policy.head, temperature=1.0, vocab_size=padded))
-    ours = at_one.logprobs(RolloutBatch.from_completions([made], [0.0], 0))[1:]
+    ours = at_one.logprobs(RolloutBatch.from_completions([made], [0.0]))[1:]
     labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
     theirs = -unwrap(policy.model)(ids, torch.arange(12)[None], None, labels=labels)[0, :11]
     return float((ours - theirs).abs().max())

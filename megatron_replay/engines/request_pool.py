@@ -1,0 +1,290 @@
+"""Rollouts from several vLLM servers: one request for each prompt, spread by load, sent again where it failed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import httpx
+from tqdm import tqdm
+
+from megatron_replay.config import SamplingConfig, VllmConfig
+from megatron_replay.engines.vllm_client import EngineError, RawSample, VllmClient
+from megatron_replay.rollout import Completion, Prompt
+
+# sequences that wait on a server for each one that it can decode at once
+QUEUE_DEPTH = 2
+RETRY_DELAY = 0.2  # seconds before a prompt is sent again, for each time that it failed
+# the server's words are about the request itself: any server would say the same again
+REFUSED_REQUEST = (400, 413, 422)
+# ... about this client or this server: nothing else sent there fares better
+REFUSED_CLIENT = (401, 403, 404)
+
+
+@dataclass
+class PoolCounters:
+    """What went wrong in one call, in requests unless said otherwise."""
+
+    retried: int = 0  # sent again
+    timed_out: int = 0
+    aborted: int = 0
+    server_failures: int = 0  # not reached, an error status, or an answer that is none
+    wrong_version: int = 0
+    discarded_samples: int = 0  # samples of answers that were not used
+
+
+@dataclass(frozen=True)
+class PoolResult:
+    """Completions in the order of the prompts: a whole group of each prompt or none of it."""
+
+    completions: list[Completion]
+    failed_prompts: list[Prompt]
+    counters: PoolCounters
+    reasons: list[str]  # one for each failed prompt
+
+
+@dataclass
+class Server:
+    """One server during one call."""
+
+    client: VllmClient
+    http: httpx.AsyncClient
+    outstanding: int = 0
+    left_out: bool = False
+
+
+@dataclass
+class Job:
+    """One prompt on its way, and in the end its group or the reason why there is none."""
+
+    prompt: Prompt
+    failures: int = 0
+    sent: int = 0
+    avoid: Server | None = None  # where it failed last
+    reason: str = ""
+    group: list[Completion] | None = None
+
+
+@dataclass
+class Call:
+    """What one call of the pool asks for, and how it goes."""
+
+    group_size: int
+    version: int
+    servers: list[Server]
+    window: int  # prompts outstanding on a server
+    waiting: deque[Job]
+    bar: tqdm
+    running: dict[asyncio.Task[list[Completion]], tuple[Job, Server]] = field(default_factory=dict)
+    counters: PoolCounters = field(default_factory=PoolCounters)
+
+
+class UnusableAnswerError(Exception):
+    """An answer that came and cannot be used; `counter` says in which count it goes."""
+
+    def __init__(self, counter: str, words: str, samples: int) -> None:
+        super().__init__(words)
+        self.counter = counter
+        self.samples = samples
+
+
+class RequestPool:
+    """Requests to `clients`, from an event loop on a thread of its own. `close` ends that thread."""
+
+    def __init__(
+        self, clients: Sequence[VllmClient], sampling: SamplingConfig, eos_id: int, config: VllmConfig
+    ) -> None:
+        if not clients:
+            raise ValueError("clients must be at least one server, got none")
+        self.clients = list(clients)
+        self.sampling = sampling
+        self.eos_id = eos_id
+        self.config = config
+        # 62 bits: with the number of a rollout added it stays below 2^63
+        self._first_seed = int.from_bytes(hashlib.sha256(str(sampling.seed).encode()).digest()[:8]) >> 2
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="request-pool", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, expected_version: int, progress: bool = False
+    ) -> PoolResult:
+        """`group_size` completions of each prompt, sampled by weights of `expected_version`."""
+        return self.submit(prompts, group_size, expected_version, progress).result()
+
+    def submit(
+        self, prompts: Sequence[Prompt], group_size: int, expected_version: int, progress: bool = False
+    ) -> concurrent.futures.Future[PoolResult]:
+        """`generate` in the background. Cancelling the future aborts the requests on the servers.
+
+        Raises ValueError for a group larger than --rl-vllm-max-num-seqs: a server refuses such a request.
+        """
+        if not 1 <= group_size <= self.config.max_num_seqs:
+            raise ValueError(
+                f"group_size must be between 1 and --rl-vllm-max-num-seqs {self.config.max_num_seqs}, got {group_size}"
+            )
+        work = self._run(list(prompts), group_size, expected_version, progress)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Abort what is in flight and end the thread."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def params(self, prompt: Prompt, group_size: int) -> dict[str, Any]:
+        """vLLM's SamplingParams for one group. Sample i is drawn with seed + i, which is how vLLM numbers them.
+
+        Seeds follow the rollout's uid, so no two rollouts of a run share one, and a rerun has the same.
+        """
+        params = {
+            "n": group_size,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            # 0 is off for vLLM too
+            "top_k": self.sampling.top_k,
+            "max_tokens": self.sampling.max_response_length,
+            # the one stop is ours; ignore_eos keeps out those that the model's own files name
+            "stop_token_ids": [self.eos_id],
+            "ignore_eos": True,
+            # of the sampled token alone
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if not self.config.unseeded:
+            params["seed"] = self._first_seed + prompt.uid(0, group_size)
+        return params
+
+    async def _run(self, prompts: list[Prompt], group_size: int, version: int, progress: bool) -> PoolResult:
+        jobs = [Job(prompt) for prompt in prompts]
+        window = max(1, QUEUE_DEPTH * self.config.max_num_seqs // group_size)
+        async with AsyncExitStack() as stack:
+            servers = [Server(c, await stack.enter_async_context(c.async_http())) for c in self.clients]
+            bar = stack.enter_context(
+                tqdm(total=len(jobs), desc="rollouts", unit="prompt", leave=False, disable=not progress)
+            )
+            call = Call(group_size, version, servers, window, deque(jobs), bar)
+            try:
+                await self._serve(call)
+            finally:
+                for task in call.running:
+                    task.cancel()
+                await asyncio.gather(*call.running, return_exceptions=True)
+        failed = [job for job in jobs if job.group is None]
+        return PoolResult(
+            completions=[completion for job in jobs for completion in job.group or ()],
+            failed_prompts=[job.prompt for job in failed],
+            counters=call.counters,
+            reasons=[job.reason for job in failed],
+        )
+
+    async def _serve(self, call: Call) -> None:
+        while call.waiting or call.running:
+            self._send(call)
+            if not call.running:
+                # every server is left out
+                for job in call.waiting:
+                    job.reason = f"no server is left: {job.reason}" if job.reason else "no server is left"
+                return
+            done, _ = await asyncio.wait(call.running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                job, server = call.running.pop(task)
+                server.outstanding -= 1
+                self._settle(call, job, server, task)
+
+    def _send(self, call: Call) -> None:
+        """Send what the windows have room for, each prompt to the server with the fewest outstanding."""
+        live = [server for server in call.servers if not server.left_out]
+        later: list[Job] = []
+        while call.waiting and (free := [s for s in live if s.outstanding < call.window]):
+            job = call.waiting.popleft()
+            allowed = free if live == [job.avoid] else [s for s in free if s is not job.avoid]
+            if not allowed:
+                # the other servers are busy
+                later.append(job)
+                continue
+            server = min(allowed, key=lambda s: s.outstanding)
+            server.outstanding += 1
+            call.counters.retried += job.sent > 0
+            job.sent += 1
+            call.running[asyncio.create_task(self._request(call, job, server))] = (job, server)
+        call.waiting.extendleft(reversed(later))
+
+    async def _request(self, call: Call, job: Job, server: Server) -> list[Completion]:
+        await asyncio.sleep(RETRY_DELAY * job.failures)
+        timeout = self.config.request_timeout
+        async with asyncio.timeout(timeout):
+            params = self.params(job.prompt, call.group_size)
+            samples = await server.client.generate(server.http, job.prompt.tokens, params, timeout)
+        self._check(call, server, samples)
+        return [self._completion(job.prompt, call, i, sample) for i, sample in enumerate(samples)]
+
+    def _check(self, call: Call, server: Server, samples: list[RawSample]) -> None:
+        """Raise UnusableAnswerError unless this is a whole group of the expected version."""
+
+        def refuse(counter: str, words: str) -> NoReturn:
+            raise UnusableAnswerError(counter, f"{server.client.url}: {words}", len(samples))
+
+        if unfinished := [s.finish_reason for s in samples if s.finish_reason not in ("stop", "length")]:
+            refuse("aborted", f"finish_reason must be stop or length, got {unfinished[0]!r}")
+        if len(samples) != call.group_size:
+            refuse("server_failures", f"samples must be {call.group_size}, got {len(samples)}")
+        versions = {version for s in samples for version in s.weight_versions or ("none",)}
+        if versions != {str(call.version)}:
+            refuse("wrong_version", f"weight version must be {call.version}, got {', '.join(sorted(versions))}")
+
+    def _completion(self, prompt: Prompt, call: Call, index: int, sample: RawSample) -> Completion:
+        return Completion(
+            prompt=prompt,
+            uid=prompt.uid(index, call.group_size),
+            tokens=sample.tokens,
+            logprobs=sample.logprobs,
+            finish_reason="stop" if sample.tokens and sample.tokens[-1] == self.eos_id else "length",
+            weight_version=call.version,
+        )
+
+    def _settle(self, call: Call, job: Job, server: Server, task: asyncio.Task[list[Completion]]) -> None:
+        """Keep the group, or count what went wrong and queue the prompt again, or give it up."""
+        counters, final = call.counters, False
+        try:
+            job.group = task.result()
+        except UnusableAnswerError as error:
+            setattr(counters, error.counter, getattr(counters, error.counter) + 1)
+            counters.discarded_samples += error.samples
+            job.failures += 1
+            job.reason = str(error)
+        except TimeoutError:
+            counters.timed_out += 1
+            job.failures += 1
+            job.reason = f"{server.client.url}: no answer within {self.config.request_timeout:g} s"
+        except EngineError as error:
+            if error.kind == "timeout":
+                counters.timed_out += 1
+            else:
+                counters.server_failures += 1
+            # a prompt that was never taken has not failed
+            never_taken = error.kind == "unreachable" or error.status in REFUSED_CLIENT
+            server.left_out |= never_taken
+            job.failures += not never_taken
+            final = error.status in REFUSED_REQUEST
+            job.reason = str(error)
+        if job.group is None and not final and job.failures <= self.config.retries:
+            job.avoid = server
+            call.waiting.appendleft(job)
+        else:
+            call.bar.update()
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,182 @@
+"""The vllm-colocated engine: each replica samples on an engine of its own, beside the ranks that train.
+
+The engine is a child process of the replica's leader (`VllmChild` says why). On GPUs it shares the replica's devices:
+it sleeps while the policy trains, takes the weights through the memory of those GPUs, and wakes to sample.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_replay.engines.group_request import GroupRequest
+from megatron_replay.engines.vllm_child import VllmChild
+from megatron_replay.engines.vllm_client import EngineError
+from megatron_replay.engines.vllm_command import BACKEND
+from megatron_replay.engines.vllm_engine import VllmEngine
+from megatron_replay.rollout import Completion, Prompt
+from megatron_replay.weight_sync.transports.cuda_ipc import refuse_expandable_segments
+
+
+class VllmColocatedEngine(VllmEngine):
+    """One child for each replica; lost with a call that fails, and started again."""
+
+    def __init__(self, *args: Any, log_folder: str | Path) -> None:
+        super().__init__(*args)
+        cuda = self.ranks.device.type == "cuda"
+        self.transport = self.config.transport
+        if self.transport == "auto":
+            self.transport = "cuda-ipc" if cuda else "shared-memory"
+        if cuda:
+            refuse_expandable_segments(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+            refuse_expandable_segments(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+        self.log_folder = Path(log_folder)
+        self._devices = (
+            replica_devices(self.ranks.of_replica(_place()), self.config.tensor_parallel_size) if cuda else {}
+        )
+        self._child: VllmChild | None = None
+        self._asleep = False
+
+    def submit(self, prompts: Sequence[Prompt], group_size: int) -> PendingGroups:
+        return PendingGroups(self, list(prompts), group_size)
+
+    def close(self) -> None:
+        super().close()
+        if self._child is not None:
+            self._child.close()
+        self._child = None
+
+    def feeds(self) -> bool:
+        return True
+
+    def controls(self) -> list[VllmChild]:
+        return [] if self._child is None else [self._child]
+
+    def revive(self, suspect: bool) -> bool:
+        if self._child is not None and self._child.alive() and not suspect:
+            self._wake("weights")
+            return False
+        if self._child is not None:
+            self.counts["restarts"] += 1
+            self._child.close()
+        self._child = None
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        self._child = VllmChild(
+            self._options(),
+            self.log_folder / f"vllm-colocated-{self.ranks.data.rank}.log",
+            timeout=self.config.sync_timeout,
+            startup_timeout=self.config.startup_timeout,
+            env=self._devices,
+        )
+        return True
+
+    def sample(self, prompts: Sequence[Prompt], group_size: int) -> tuple[list[Completion], list[Prompt], list[str]]:
+        request = GroupRequest(
+            self.sampling, self.eos_id, group_size, self.weight_version, seeded=not self.config.unseeded
+        )
+        assert self._child is not None, "load_weights comes first"
+        try:
+            self._wake("kv_cache")
+            answers = self._child.call(
+                "generate",
+                [p.tokens for p in prompts],
+                [request.params(p) for p in prompts],
+                timeout=self.config.request_timeout,
+            )
+            self._sleep()
+        except EngineError as error:
+            self.counts["timed_out" if error.kind == "timeout" else "server_failures"] += 1
+            return [], list(prompts), [str(error)] * len(prompts)
+        done, failed, reasons = [], [], []
+        for prompt, samples in zip(prompts, answers, strict=True):
+            if (problem := request.problem(samples)) is None:
+                done += request.completions(prompt, samples)
+                continue
+            counter, words = problem
+            self.counts[counter] += 1
+            self.counts["discarded_samples"] += len(samples)
+            failed.append(prompt)
+            reasons.append(words)
+        return done, failed, reasons
+
+    def _options(self) -> dict[str, Any]:
+        """Of vLLM's LLM(): as a server is started, see `vllm_command.server_command`."""
+        cuda = self.ranks.device.type == "cuda"
+        memory = (
+            {"gpu_memory_utilization": self.config.gpu_memory_utilization, "enable_sleep_mode": True}
+            if cuda
+            else {"kv_cache_memory_bytes": int(self.config.memory_gib * 2**30), "enforce_eager": True}
+        )
+        parallel = {"tensor_parallel_size": self.config.tensor_parallel_size, "distributed_executor_backend": "mp"}
+        return {
+            "model": str(self.model.folder),
+            "dtype": self.model.dtype,
+            "max_model_len": self.model.max_model_len,
+            "max_num_seqs": self.config.max_num_seqs,
+            "seed": self.model.seed,
+            "load_format": self.model.load_format,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "weight_transfer_config": {"backend": BACKEND},
+            **memory,
+            **(parallel if self.config.tensor_parallel_size > 1 else {}),
+        }
+
+    def _wake(self, part: str) -> None:
+        if self.ranks.device.type == "cuda" and self._asleep:
+            assert self._child is not None
+            self._child.wake_up(part)
+            self._asleep = part == "weights"
+
+    def _sleep(self) -> None:
+        if self.ranks.device.type == "cuda":
+            assert self._child is not None
+            self._child.sleep()
+            self._asleep = True
+
+
+@dataclass
+class PendingGroups:
+    """Prompts that are sampled when they are asked for: the engine has no device of its own."""
+
+    engine: VllmColocatedEngine
+    prompts: list[Prompt]
+    group_size: int
+
+    def result(self, version: int) -> list[Completion]:
+        """Sample. What failed is sampled again by an engine with the policy's weights, `version`."""
+        done: list[Completion] = []
+        failed: list[Prompt] = []
+        reasons: list[str] = []
+        if self.engine.ranks.leads:
+            done, failed, reasons = self.engine.sample(self.prompts, self.group_size)
+        return self.engine._complete(done, failed, reasons, self.group_size, version)
+
+
+def replica_devices(places: Sequence[tuple[str, str]], size: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of a replica's engine: the GPUs of all its ranks, whose memory it reads; it runs on the
+    first `size`. places[i] is (host, GPU) of the replica's rank i.
+    """
+    hosts = {host for host, _ in places}
+    if len(hosts) > 1:
+        raise ValueError(
+            f"--rl-engine vllm-colocated needs each replica on one node, got one on {', '.join(sorted(hosts))}; "
+            "use vllm-server"
+        )
+    if size > len(places):
+        raise ValueError(
+            f"--rl-vllm-tensor-parallel-size must be at most the {len(places)} ranks of a replica, got {size}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu for _, gpu in places)}
+
+
+def _place() -> tuple[str, str]:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return socket.gethostname(), visible.split(",")[local] if visible else str(local)

@@ -1,0 +1,232 @@
+"""How a vLLM server is started for rollouts: its command line, its environment, and the wait until it is ready.
+
+`vllm serve` crashes in the CPU build, hence the module behind it. examples/serve_vllm.sh starts such a server by hand.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from megatron_replay.config import VllmConfig
+from megatron_replay.engines.child_process import ChildProcess, clean_environment, reserve_port
+from megatron_replay.engines.require_api_key import KEY_VARIABLE
+from megatron_replay.engines.vllm_client import EngineError, VllmClient
+
+# the weight-transfer interface changes between minor versions
+PINNED_VLLM = "0.32"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = "megatron_replay.engines.require_api_key.RequireApiKey"
+BACKEND = "megatron_replay"
+SERVED_MODEL_NAME = "policy"
+PORT_TAKEN = "address already in use"
+STARTS = 3  # times that a server is started which finds its port taken
+POLL = 0.25  # seconds
+LOG_LINES = 20
+
+LoadFormat = Literal["dummy", "auto"]
+
+
+class PortTakenError(RuntimeError):
+    """Another program took the server's port first."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server serves. `folder` holds config.json; with load format dummy its weights, if any, are not read.
+
+    `device` is "cpu" or "cuda", `dtype` a name that vLLM knows. `backend` receives weights; None: no weight transfer.
+    """
+
+    folder: Path
+    dtype: str
+    max_model_len: int
+    seed: int
+    device: Literal["cpu", "cuda"]
+    load_format: LoadFormat = "dummy"
+    backend: str | None = BACKEND
+
+
+def server_command(config: VllmConfig, model: ServedModel, port: int) -> list[str]:
+    """The command line. Raises ValueError for a folder without config.json."""
+    if not (model.folder / "config.json").is_file():
+        raise ValueError(f"folder must hold the config.json of a Hugging Face model, got {model.folder}")
+    options: dict[str, object] = {
+        "model": model.folder,
+        "served-model-name": SERVED_MODEL_NAME,
+        "host": config.host,
+        "port": port,
+        "dtype": model.dtype,
+        "max-model-len": model.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "tensor-parallel-size": config.tensor_parallel_size,
+        "seed": model.seed,
+        # all weights are pushed before the first request
+        "load-format": model.load_format,
+        # the model's generation_config.json would bring stops and sampling defaults of its own
+        "generation-config": "vllm",
+        # behavior log-probs are those of the distribution that was sampled, temperature included
+        "logprobs-mode": "processed_logprobs",
+        "middleware": MIDDLEWARE,
+        "uvicorn-log-level": "warning",
+    }
+    # token ids in and out: text never passes
+    switches = ["skip-tokenizer-init", "enable-scale-out"]
+    switches += ["disable-uvicorn-access-log", "disable-log-stats", "disable-fastapi-docs"]
+    if model.backend is not None:
+        options["weight-transfer-config"] = json.dumps({"backend": model.backend})
+    if model.device == "cpu":
+        # in bytes: VLLM_CPU_KVCACHE_SPACE knows whole GiB only
+        options["kv-cache-memory-bytes"] = int(config.memory_gib * 2**30)
+        switches.append("enforce-eager")
+    else:
+        options["gpu-memory-utilization"] = config.gpu_memory_utilization
+    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
+
+
+def server_environment(api_key: str | None, **extra: str) -> dict[str, str]:
+    """The server's variables: the routes of weight transfer are on, the network is not asked."""
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    env = clean_environment(**settings, **extra)
+    # it would overrule --kv-cache-memory-bytes
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    env.pop(KEY_VARIABLE, None)
+    return env | ({KEY_VARIABLE: api_key} if api_key else {})
+
+
+def check_exposure(host: str, api_key: str | None) -> None:
+    """Raises ValueError for a server that others could reach and that asks for no key."""
+    if api_key or is_loopback(host):
+        return
+    raise ValueError(
+        f"--rl-vllm-host must be a loopback address where the environment variable {KEY_VARIABLE} is not set "
+        f"(anyone who reaches the port could replace the weights), got {host!r}"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # another name may resolve to anything
+        return False
+
+
+def start_server(
+    config: VllmConfig,
+    model: ServedModel,
+    api_key: str | None,
+    log_path: str | os.PathLike[str],
+    env: Mapping[str, str] | None = None,
+) -> tuple[ChildProcess, str]:
+    """Start a server on a port of its own; returns at once with its process and URL.
+
+    `env` are further variables, such as CUDA_VISIBLE_DEVICES. Raises ValueError for a host that needs a key.
+    """
+    check_exposure(config.host, api_key)
+    try:
+        reserved = reserve_port(config.host)
+    except OSError as error:
+        raise ValueError(f"--rl-vllm-host must be an address of this machine, got {config.host!r}: {error}") from error
+    with reserved:
+        port = reserved.getsockname()[1]
+        command = server_command(config, model, port)
+        process = ChildProcess(command, server_environment(api_key, **(env or {})), log_path, [reserved])
+    return process, f"http://{_reachable(config.host)}:{port}"
+
+
+def wait_ready(process: ChildProcess, client: VllmClient, timeout: float) -> None:
+    """Until the server of `process` answers, and is of the version that this project was built for.
+
+    Raises PortTakenError, EngineError where the process ends first, TimeoutError after `timeout` seconds. The process
+    is left to the caller.
+    """
+    port = int(client.url.rsplit(":", 1)[1])
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if not process.alive():
+            log = process.log_tail(LOG_LINES)
+            said = f"the server ended with exit code {process.returncode}; the end of {process.log_path}:\n{log}"
+            if PORT_TAKEN in log.lower():
+                raise PortTakenError(f"{client.url}: {said}")
+            raise EngineError("unreachable", client.url, "start", said)
+        # the second look: a server of another run would answer as well
+        if client.healthy() and port in _listening_ports(process.pid):
+            check_version(client)
+            return
+        time.sleep(POLL)
+    raise TimeoutError(
+        f"{client.url}: the server was not ready within --rl-vllm-startup-timeout {timeout:g} s; "
+        f"the end of {process.log_path}:\n{process.log_tail(LOG_LINES)}"
+    )
+
+
+def check_version(client: VllmClient) -> None:
+    """Raises EngineError for a server of a version whose weight-transfer interface may be another."""
+    version = client.version()
+    if version.split(".")[:2] != PINNED_VLLM.split("."):
+        raise EngineError(
+            "answer", client.url, "GET /version", f"vLLM must be of version {PINNED_VLLM}, the server is {version}"
+        )
+
+
+def launch_server(
+    config: VllmConfig,
+    model: ServedModel,
+    api_key: str | None,
+    log_path: str | os.PathLike[str],
+    env: Mapping[str, str] | None = None,
+) -> tuple[ChildProcess, VllmClient]:
+    """Start a server and wait for it; one that finds its port taken is started again on another.
+
+    Raises what `start_server` and `wait_ready` raise; then no process is left.
+    """
+    for start in range(1, STARTS + 1):
+        process, url = start_server(config, model, api_key, log_path, env)
+        client = VllmClient(url, api_key, config.sync_timeout)
+        try:
+            wait_ready(process, client, config.startup_timeout)
+        except BaseException as error:
+            client.close()
+            process.stop()
+            if not isinstance(error, PortTakenError) or start == STARTS:
+                raise
+        else:
+            return process, client
+    raise AssertionError("the last start returns or raises")
+
+
+def _listening_ports(pid: int) -> set[int]:
+    """TCP ports on which a process listens itself."""
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return set()
+    return {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def _reachable(host: str) -> str:
+    """The address to call a server that listens on `host`, as it stands in a URL."""
+    if host in ("0.0.0.0", "::"):
+        # every address of this machine; the caller is on it
+        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host

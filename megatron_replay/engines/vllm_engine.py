@@ -1,0 +1,178 @@
+"""What both vLLM engines share: weights pushed until they are whole, samples asked again until they are all there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megatron_replay.config import SamplingConfig, VllmConfig
+from megatron_replay.engines.engine_ranks import EngineRanks
+from megatron_replay.engines.vllm_command import ServedModel
+from megatron_replay.rollout import Completion, Prompt
+from megatron_replay.weight_sync.engine_control import EngineControl
+from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.sender import SyncReport, WeightSender
+from megatron_replay.weight_sync.sharded_weights import ShardedWeights
+
+
+class ShardedPolicy(Protocol):
+    def sharded_weights(self, shape: ModelShape) -> ShardedWeights:
+        """What this rank holds of the weights."""
+
+
+class VllmEngine:
+    """Engine over vLLM. All ranks call every method together, each with its data-parallel shard of the prompts.
+
+    An engine that dies, hangs or refuses is replaced and given the whole weight set; samples that were lost are counted
+    and asked for again. After config.retries such rounds the failure is raised, in the engine's own words.
+    """
+
+    transport: str
+    # how often each of these happened since the last `metrics`; all are reported, also at 0
+    COUNTS = ("restarts", "failed_syncs", "retried", "timed_out", "aborted", "server_failures", "wrong_version")
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        sampling: SamplingConfig,
+        eos_id: int,
+        model: ServedModel,
+        shape: ModelShape,
+        ranks: EngineRanks,
+    ) -> None:
+        self.config, self.sampling, self.eos_id, self.model, self.shape = config, sampling, eos_id, model, shape
+        self.ranks = ranks
+        self.weight_version = -1
+        self.counts: Counter[str] = Counter()
+        self._policy: ShardedPolicy | None = None
+        self._sender: WeightSender | None = None
+        self._report: SyncReport | None = None
+        self._sampled_by = -1  # weight version of the newest completions handed out
+
+    def load_weights(self, policy: ShardedPolicy, version: int) -> None:
+        """Push the policy's weights. Raises WeightSyncError when no attempt left whole weights on every engine."""
+        self._policy = policy
+        if version != self.weight_version:
+            self._sync(version)
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over all ranks since the last call: what went wrong, tokens handed out and the version of the weights
+        that sampled them; and the last push."""
+        names = [*self.COUNTS, "discarded_samples", "tokens"]
+        local = torch.tensor([self.counts[name] for name in names], dtype=torch.float64)
+        sums = self.ranks.from_leader(self.ranks.data.sum(local).tolist())
+        totals = dict(zip(names, sums, strict=True))
+        self.counts.clear()
+        found = {f"engine/{name}": value for name, value in totals.items()}
+        found |= {"engine/weight_version": float(self._sampled_by)}
+        if (report := self._report) is not None:
+            found |= {
+                "sync/bytes": float(report.nbytes),
+                "sync/seconds": report.seconds,
+                "sync/gigabytes_per_second": report.nbytes / 1e9 / max(1e-9, report.seconds),
+            }
+        return found
+
+    def close(self) -> None:
+        """End what this rank started."""
+        if self._sender is not None:
+            self._sender.close()
+
+    # What the two engines differ in.
+
+    def feeds(self) -> bool:
+        """Whether this rank's replica sends weights."""
+        raise NotImplementedError
+
+    def revive(self, suspect: bool) -> bool:
+        """On a leader of a replica that feeds: replace engines that are gone, and with `suspect` those that may be.
+
+        True if any is new, so that channels must be opened. Raises what starting one raises.
+        """
+        raise NotImplementedError
+
+    def controls(self) -> Sequence[EngineControl]:
+        """The engines that this leader's replica feeds."""
+        raise NotImplementedError
+
+    def host(self) -> str:
+        """An address on the way to those engines."""
+        return "127.0.0.1"
+
+    def sample(self, prompts: Sequence[Prompt], group_size: int) -> tuple[list[Completion], list[Prompt], list[str]]:
+        """On a leader: completions, and the prompts that failed with the reasons why. Counts what went wrong."""
+        raise NotImplementedError
+
+    # What they share.
+
+    def _sync(self, version: int, suspect: bool = False) -> None:
+        """Push until every engine holds the whole set. `suspect`: engines that look alive may not be."""
+        connected, failure = self._sender is not None, ""
+        for attempt in range(self.config.retries + 1):
+            failure, report = self._try_sync(version, connected, suspect or attempt > 0)
+            failed = self.ranks.any(bool(failure))
+            if not failed:
+                self.weight_version, self._report = version, self.ranks.from_first(report)
+                return
+            connected = False
+            self.counts["failed_syncs"] += int(bool(failure))
+        self.weight_version = -1
+        raise WeightSyncError(
+            f"weights of version {version} did not reach the engines in {self.config.retries + 1} attempts: "
+            f"{failure or 'another replica failed'}"
+        )
+
+    def _try_sync(self, version: int, connected: bool, suspect: bool) -> tuple[str, SyncReport | None]:
+        """One attempt of one replica: ("", what it took) or (why it failed, None), the same on all its ranks."""
+        if not self.feeds():
+            return "", None
+        new, failure = False, ""
+        if self.ranks.leads:
+            try:
+                new = self.revive(suspect)
+            except (RuntimeError, TimeoutError, OSError) as error:
+                failure = f"{type(error).__name__}: {error}"
+        new, failure, host = self.ranks.from_leader((new, failure, self.host()))
+        if failure:
+            return failure, None
+        assert self._policy is not None
+        try:
+            if self._sender is None:
+                self._sender = WeightSender(
+                    self._policy.sharded_weights(self.shape),
+                    transport=self.transport,
+                    bucket_bytes=self.config.bucket_mib << 20,
+                    device=self.ranks.device,
+                    timeout=self.config.sync_timeout,
+                )
+            if new or not connected:
+                self._sender.connect(self.controls() if self.ranks.leads else (), host)
+            return "", self._sender.push(version)
+        except WeightSyncError as error:
+            return str(error), None
+
+    def _complete(
+        self, done: list[Completion], failed: list[Prompt], reasons: list[str], group_size: int, version: int
+    ) -> list[Completion]:
+        """All completions of a replica on all its ranks, what failed sampled again with weights of `version`."""
+        rounds = 0
+        while self.ranks.any(bool(failed)):
+            if rounds == self.config.retries:
+                said = "; ".join(sorted(set(self.ranks.from_leader(reasons)))) or "another replica failed"
+                raise RuntimeError(
+                    f"prompts could not be sampled after {rounds} more rounds (--rl-vllm-retries): {said}"
+                )
+            rounds += 1
+            self._sync(version, suspect=rounds > 1)
+            if self.ranks.leads and failed:
+                self.counts["retried"] += len(failed)
+                more, failed, reasons = self.sample(failed, group_size)
+                done = done + more
+        done = sorted(self.ranks.from_leader(done), key=lambda c: c.uid)
+        self._sampled_by = max((c.weight_version for c in done), default=self._sampled_by)
+        self.counts["tokens"] += sum(len(c.tokens) for c in done)
+        return done

@@ -1,0 +1,115 @@
+"""The receiving end inside vLLM: a weight-transfer engine under vLLM's own API, found through its plugin entry point.
+
+vLLM loads `register` in each of its processes (entry point `vllm.general_plugins`); an engine that is started with
+`--weight-transfer-config '{"backend": "megatron_replay"}'` then takes weights from a WeightSender.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_replay.engines.vllm_command import PINNED_VLLM
+from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.receiver import WeightReceiver
+from megatron_replay.weight_sync.transfer_plan import TransferPlan
+
+BACKEND = "megatron_replay"
+
+
+def register() -> None:
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "MegatronReplayTransferEngine")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    plan: dict[str, Any]
+    addresses: list[dict[str, Any]]
+    first_worker: int  # number of this engine's first worker among the workers of all engines
+    timeout: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: int
+
+
+class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's end. A push that fails leaves the model whole in structure and mixed in content: `finish` refuses
+    it, and only another, whole push makes it good."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not vllm.__version__.startswith(PINNED_VLLM + "."):
+            raise RuntimeError(f"megatron_replay works with vLLM {PINNED_VLLM}, this is vLLM {vllm.__version__}")
+        if self.model_config.quantization is not None:
+            raise ValueError(
+                f"weights cannot be pushed into a quantized engine, got {self.model_config.quantization!r}"
+            )
+        self._shape = ModelShape.from_config(self.model_config.hf_config.to_dict(), str(self.model_config.model))
+        self._receiver: WeightReceiver | None = None
+        self._loaded: set[str] | None = None  # parameters that the push has filled; None: no whole push yet
+
+    def init_transfer_engine(self, info: InitInfo) -> None:
+        self.shutdown()
+        parallel = self.parallel_config
+        self._receiver = WeightReceiver(
+            TransferPlan.from_json(info.plan),
+            info.addresses,
+            shape=self._shape,
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            worker=info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            device=self.device,
+            timeout=info.timeout,
+        )
+
+    def start_weight_update(self) -> None:
+        # on the CPU vLLM has repacked the weights: a bare model.load_weights would write into the packed form
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, info: UpdateInfo) -> None:
+        self._loaded = None
+        filled: set[str] = set()
+        try:
+            if self._receiver is None:
+                raise WeightSyncError("no trainer is connected")
+            self._receiver.receive(info.version, lambda tensors: filled.update(self.model.load_weights(tensors) or ()))
+            if self._shape.tied_embeddings:
+                # the embedding under its second name
+                filled.add("lm_head.weight")
+            if lacking := {name for name, _ in self.model.named_parameters()} - filled:
+                raise WeightSyncError(f"the push left {len(lacking)} parameters unfilled, the first is {min(lacking)}")
+        except BaseException:
+            # the trainer is told, and the layers are taken out of their half-loaded state: the next push starts clean
+            self.shutdown()
+            finalize_layerwise_reload(self.model, self.model_config)
+            raise
+        self._loaded = filled
+
+    def finish_weight_update(self) -> None:
+        if self._loaded is None:
+            raise WeightSyncError("there is no whole push to finish: the engine holds a mixture of weights")
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self._shape.tied_embeddings:
+            # vLLM reloads no tied head. Its parameter is the embedding's, but on a CPU its product reads a packed copy,
+            # which would stay the old one
+            head = self.model.lm_head
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None

@@ -1,0 +1,27 @@
+"""EngineControl: what the sender asks of one engine, whatever carries the call."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class EngineControl(Protocol):
+    """One engine: a server behind HTTP, or a child process behind a pipe. A call that fails or is late raises."""
+
+    name: str  # for messages: a URL, or what the process is
+
+    def world_size(self) -> int:
+        """Workers that each take the whole push."""
+
+    def pause(self) -> None:
+        """Abort what is running; nothing is sampled until `resume`."""
+
+    def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, info: dict[str, Any]) -> None: ...
+    def finish_weight_update(self, version: int) -> None: ...
+    def weight_version(self) -> int | None: ...
+    def reset_prefix_cache(self) -> bool:
+        """Forget what was computed with other weights; False: refused."""
+
+    def resume(self) -> None: ...

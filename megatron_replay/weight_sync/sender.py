@@ -1,0 +1,184 @@
+"""WeightSender: the policy's shards to all engines: pause, push, verify, reset the prefix cache, resume."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_replay.weight_sync.engine_control import EngineControl
+from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.message import TRAILER_BYTES, message_bytes, seal
+from megatron_replay.weight_sync.sharded_weights import ShardedWeights
+from megatron_replay.weight_sync.transfer_plan import TransferPlan, local_entries, make_plan
+from megatron_replay.weight_sync.transports import Sender, open_sender
+
+T = TypeVar("T")
+CACHE_RESETS = 3  # times that a refused reset is asked for again
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    nbytes: int  # of the weights, once, however many engines took them
+    seconds: float  # from pause to resume
+
+
+class WeightSender:
+    """One replica's end of every push. All ranks of `weights.replica` call every method together; its first rank
+    drives the engines.
+
+    A push that fails anywhere raises WeightSyncError on every rank and leaves the engines paused: they hold a mixture.
+    `connect` to engines that are alive and push again; a whole push makes any of them good.
+    """
+
+    def __init__(
+        self, weights: ShardedWeights, *, transport: str, bucket_bytes: int, device: torch.device, timeout: float
+    ) -> None:
+        self.weights, self.transport, self.device, self.timeout = weights, transport, device, timeout
+        self.rank = 0 if weights.replica is None else dist.get_rank(weights.replica)
+        held = self._exchange(local_entries(weights, self.rank))
+        self.plan: TransferPlan = make_plan(held, weights.padded_vocab, bucket_bytes)
+        self._engines: Sequence[EngineControl] = ()
+        self._channel: Sender | None = None
+
+    def connect(self, engines: Sequence[EngineControl], host: str = "127.0.0.1") -> None:
+        """Open a channel from every rank to every worker of the engines (which the first rank alone passes).
+
+        `host`: an address that leads to the engines' hosts; each rank finds out its own towards it.
+        """
+        self.close()
+        self._engines = engines
+        sizes = self._exchange(self._together(lambda: [e.world_size() for e in engines]))[0]
+        channel = self._channel = self._together(
+            lambda: open_sender(
+                self.transport,
+                host=_address_towards(host),
+                workers=sum(sizes),
+                largest=self.plan.largest_payload(self.rank) + TRAILER_BYTES,
+                device=self.device,
+                timeout=self.timeout,
+            )
+        )
+        shared = {
+            "plan": self.plan.to_json(),
+            "addresses": self._exchange(channel.address),
+            "timeout": self.timeout,
+        }
+        # the workers answer only when they have met every rank
+        with ThreadPoolExecutor(max(1, len(engines))) as calls:
+            asked = [
+                calls.submit(e.init_weight_transfer, shared | {"first_worker": sum(sizes[:i])})
+                for i, e in enumerate(engines)
+            ]
+            self._together(lambda: (channel.connect(), _results(asked, engines)))
+
+    def push(self, version: int) -> SyncReport:
+        """All weights to all engines, tagged `version`; they sample with these and nothing else when it returns."""
+        if self._channel is None:
+            raise WeightSyncError("a push needs engines: call connect first")
+        began = time.perf_counter()
+        channel, engines = self._channel, self._engines
+        with ThreadPoolExecutor(max(1, len(engines))) as calls:
+            self._together(lambda: _each(calls, engines, _begin))
+            asked = [calls.submit(e.update_weights, {"version": version}) for e in engines]
+            self._together(lambda: (self._stream(channel, version), _results(asked, engines)))
+            self._together(lambda: _each(calls, engines, lambda e: _commit(e, version)))
+        return SyncReport(self.plan.nbytes, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Leave the engines; a worker that waits for a message raises."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    @torch.no_grad()
+    def _stream(self, channel: Sender, version: int) -> None:
+        for index, bucket in enumerate(self.plan.buckets):
+            offsets = bucket.offsets(self.rank)
+            if not offsets:
+                continue
+            message = channel.message(message_bytes(bucket, self.rank))
+            for entry in bucket.entries:
+                if entry.name in offsets:
+                    shard = self.weights.parameters[entry.name]
+                    found = (tuple(shard.shape), str(shard.dtype).removeprefix("torch."))
+                    if found != (entry.shard_shape, entry.dtype):
+                        raise WeightSyncError(f"{entry.name} is {found} now, was {(entry.shard_shape, entry.dtype)}")
+                    at = offsets[entry.name]
+                    place = message[at : at + entry.shard_bytes].view(shard.dtype).view(shard.shape)
+                    place.copy_(shard)
+            seal(message, version, index)
+            channel.send()
+        channel.flush()
+
+    def _exchange(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the senders."""
+        if self.weights.replica is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.weights.replica)
+        dist.all_gather_object(values, value, group=self.weights.replica)
+        return values
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do this rank's part; what fails on one rank raises on all of them, in bounded time."""
+        failure = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            # tells whoever still waits for this rank's messages
+            self.close()
+        failures = self._exchange(failure)
+        if any(failures):
+            self.close()
+            said = "; ".join(f"rank {i}: {f}" for i, f in enumerate(failures) if f)
+            raise WeightSyncError(f"the engines' weights were not updated ({said})")
+        return result
+
+
+def _begin(engine: EngineControl) -> None:
+    engine.pause()
+    engine.start_weight_update()
+
+
+def _commit(engine: EngineControl, version: int) -> None:
+    engine.finish_weight_update(version)
+    if (found := engine.weight_version()) != version:
+        raise WeightSyncError(f"{engine.name} says weight version {found} after a push of version {version}")
+    for attempt in range(CACHE_RESETS + 1):
+        if engine.reset_prefix_cache():
+            break
+        if attempt == CACHE_RESETS:
+            raise WeightSyncError(f"{engine.name} refuses to reset its prefix cache: it would mix weights")
+        time.sleep(0.2 * 2**attempt)
+    engine.resume()
+
+
+def _each(calls: ThreadPoolExecutor, engines: Sequence[EngineControl], do: Callable[[EngineControl], None]) -> None:
+    _results([calls.submit(do, e) for e in engines], engines)
+
+
+def _results(asked: Sequence[Any], engines: Sequence[EngineControl]) -> None:
+    """Wait for all; raise one error that names every engine that failed."""
+    failed = []
+    for call, engine in zip(asked, engines, strict=True):
+        try:
+            call.result()
+        except Exception as error:
+            failed.append(f"{engine.name}: {error}")
+    if failed:
+        raise WeightSyncError(", ".join(failed))
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address as `host` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # nothing is sent: connecting a datagram socket only chooses the route
+        probe.connect((host, 9))
+        return probe.getsockname()[0]

@@ -1,0 +1,86 @@
+"""An engine in the sender's own process: messages change hands through a queue, nothing is copied."""
+
+from __future__ import annotations
+
+import queue
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.transports.buffers import BufferedSender
+
+# of this process: key of a sender -> its queue of (message, future that is done when the worker has read it)
+_OPEN: dict[str, queue.Queue[tuple[Tensor, Future] | None]] = {}
+
+
+class InProcessSender(BufferedSender):
+    def __init__(self, workers: int, largest: int, device: torch.device, timeout: float) -> None:
+        if workers != 1:
+            raise ValueError(f"transport in-process feeds one worker, in this process, got {workers}")
+        super().__init__(largest, device)
+        self.timeout = timeout
+        self._key = uuid.uuid4().hex
+        self._queue = _OPEN[self._key] = queue.Queue()
+        self.address = {"transport": "in-process", "key": self._key}
+
+    def connect(self) -> None:
+        """Nobody to wait for: the queue is there."""
+
+    def _start(self, message: Tensor) -> Callable[[], object]:
+        if self._key not in _OPEN:
+            raise WeightSyncError("the engine has given up the push")
+        read: Future = Future()
+        self._queue.put((message, read))
+        return partial(read.result, self.timeout)
+
+    def close(self) -> None:
+        _OPEN.pop(self._key, None)
+        # wakes a worker that waits
+        self._queue.put(None)
+
+
+class InProcessReceiver:
+    def __init__(self, address: dict[str, Any], timeout: float) -> None:
+        self._key, self.timeout = address["key"], timeout
+        if self._key not in _OPEN:
+            raise WeightSyncError("transport in-process needs an engine in the trainer's own process")
+        self._queue = _OPEN[self._key]
+
+    def receive(self, nbytes: int) -> _Taken:
+        return _Taken(self._queue, nbytes, self.timeout)
+
+    def close(self) -> None:
+        """Messages that nobody will read must not leave their sender waiting."""
+        _OPEN.pop(self._key, None)
+        while not self._queue.empty():
+            if (item := self._queue.get()) is not None:
+                item[1].set_exception(WeightSyncError("the engine has given up the push"))
+
+
+class _Taken:
+    def __init__(self, source: queue.Queue, nbytes: int, timeout: float) -> None:
+        self._queue, self._nbytes, self._timeout = source, nbytes, timeout
+        self._read: Future | None = None
+
+    def wait(self) -> Tensor:
+        try:
+            item = self._queue.get(timeout=self._timeout)
+        except queue.Empty:
+            raise WeightSyncError(f"the trainer sent nothing for {self._timeout:g} s") from None
+        if item is None:
+            raise WeightSyncError("the trainer has given up the push")
+        message, self._read = item
+        if message.numel() != self._nbytes:
+            self._read.set_exception(WeightSyncError("the engine has given up the push"))
+            raise WeightSyncError(f"a message of {self._nbytes} bytes was expected, got {message.numel()}")
+        return message
+
+    def release(self) -> None:
+        if self._read is not None and not self._read.done():
+            self._read.set_result(None)
