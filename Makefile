@@ -1,16 +1,24 @@
-# make train   set up, then train the quickstart     ARGS="..." appends flags (the last one wins), NPROC=n processes
+# make train   set up, then train the quickstart     ARGS="..." appends flags (the last one wins), NPROC=n processes,
+#              ENGINE=vllm-server or vllm-colocated samples with vLLM, into runs/quickstart-ENGINE
 # make test    set up, then run all tests
 # make help    what else there is
 
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
+ENGINE ?= embedded
+# two processes, each with whole files: fixtures that start servers are started once
+PYTEST ?= -n 2 --dist loadfile
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 OLDEST_TRITON := $(VENV)/triton-3.6.0
+VLLM := $(VENV)/.installed-vllm
 QUICKSTART := @examples/quickstart/flags.txt
+ifneq ($(ENGINE),embedded)
+QUICKSTART += --rl-engine $(ENGINE) --run-dir runs/quickstart-$(ENGINE) --rl-vllm-memory-gib 0.25
+endif
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install train test test-fast benchmark-deps lint format clean
@@ -31,21 +39,27 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml setup.py $(wi
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	touch $(STAMP)
 
-train: install  ## train the quickstart into runs/quickstart
+train: install $(if $(filter embedded,$(ENGINE)),,$(VLLM))  ## train the quickstart into runs/quickstart
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		examples/pretrain_replay_grpo.py $(QUICKSTART) $(ARGS)
 
-test: install $(OLDEST_TRITON)/.installed  ## all tests
-	$(PY) -m pytest
+$(VLLM): $(STAMP) requirements/vllm.txt
+	$(PIP) install --quiet -r requirements/vllm.txt
+	# they come with it, were built for other versions of torch, and nothing here needs them
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test: install $(VLLM) $(OLDEST_TRITON)/.installed  ## all tests
+	$(PY) -m pytest $(PYTEST)
 
 $(OLDEST_TRITON)/.installed: $(STAMP)
-	# the newest Triton is in .venv, and the oldest that the kernels support is tested beside it; its interpreter needs
-	# an older numpy; where there is no wheel the tests that need it say so and are skipped
-	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 numpy==2.3.5 \
+	# the newest Triton is in .venv, and the oldest that the kernels support is tested beside it; where there is no wheel
+	# the tests that need it say so and are skipped
+	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 \
 		&& touch $@ || echo 'triton 3.6.0 does not install here: it is left out of the tests'
 
 test-fast: install  ## tests that start no other process and train nothing
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest $(PYTEST) -m "not slow"
 
 benchmark-deps: install  ## install other projects' replay buffers into .venv/benchmark, for tools/benchmark_buffer.py
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/benchmark -r requirements/benchmark.txt

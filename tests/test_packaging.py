@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,17 @@ def files(folder: str) -> list[Path]:
     return sorted((PACKAGE / folder).rglob("*.py"))
 
 
-def test_only_the_trainer_imports_megatron_and_nobody_vllm_yet() -> None:
+def test_only_the_trainer_imports_megatron_and_only_what_runs_inside_vllm_imports_that() -> None:
+    inside_vllm = {"vllm_child.py", "vllm_weight_transfer.py"}
     for path in files("."):
         inside = (PACKAGE / "trainer") in path.parents
         assert inside or not starts(imports(path), "megatron"), path
-        assert not starts(imports(path), "vllm"), path
+        assert path.name in inside_vllm or not starts(imports(path), "vllm"), path
+
+
+def test_vllm_finds_the_receiving_end_by_its_entry_point() -> None:
+    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "megatron_replay"]
+    assert found.value == "megatron_replay.engines.vllm_weight_transfer:register"
 
 
 @pytest.mark.parametrize(

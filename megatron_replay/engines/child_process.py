@@ -69,6 +69,7 @@ class ChildProcess:
         # by path, not with -m, which would import the package and torch; -P keeps this folder off sys.path
         guardian = [sys.executable, "-P", __file__, str(os.getpid()), json.dumps(list(command))]
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._guardian = subprocess.Popen(
                 guardian,
                 env=dict(env),
@@ -128,7 +129,7 @@ class ChildProcess:
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that the command wrote."""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def _read(self) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,14 +58,18 @@ class VllmClient:
         self.url = url.rstrip("/")
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.timeout = timeout
-        self._http = httpx.Client(headers=self.headers, timeout=_timeout(timeout), trust_env=False)
+        # a connection for each call: the server breaks idle ones after 5 s, and those of a call that failed
+        once = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(
+            headers=self.headers, limits=once, timeout=_timeout(timeout), trust_env=False, verify=_tls()
+        )
 
     def close(self) -> None:
         self._http.close()
 
     def async_http(self) -> httpx.AsyncClient:
         """A connection pool for `generate`, with this server's key; the caller closes it."""
-        return httpx.AsyncClient(headers=self.headers, limits=CONNECTIONS, timeout=None, trust_env=False)
+        return httpx.AsyncClient(headers=self.headers, limits=CONNECTIONS, timeout=None, trust_env=False, verify=_tls())
 
     def version(self) -> str:
         """vLLM's own version."""
@@ -162,14 +168,20 @@ class VllmClient:
             raise self._answer(call, f"no JSON in {_shortened(reply.text)}") from error
 
     def _failed(self, call: str, error: httpx.HTTPError, timeout: float) -> EngineError:
+        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+            return EngineError("unreachable", self.url, call, f"no connection ({error!r})")
         if isinstance(error, httpx.TimeoutException):
-            return EngineError("timeout", self.url, call, f"no answer within {timeout:g} s ({error!r})")
-        return EngineError(
-            "unreachable" if isinstance(error, httpx.ConnectError) else "lost", self.url, call, repr(error)
-        )
+            return EngineError("timeout", self.url, call, f"no answer within {timeout:g} s")
+        return EngineError("lost", self.url, call, f"the connection broke ({error!r})")
 
     def _answer(self, call: str, words: str) -> EngineError:
         return EngineError("answer", self.url, call, words)
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    # made once: reading the certificates takes longer than a call
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -103,7 +104,10 @@ def server_environment(api_key: str | None, **extra: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-    env = clean_environment(**settings, **extra)
+    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        # bound by itself vLLM wants a NUMA node for each worker
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    env = clean_environment(**(settings | extra))
     # it would overrule --kv-cache-memory-bytes
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     env.pop(KEY_VARIABLE, None)
@@ -165,7 +169,8 @@ def wait_ready(process: ChildProcess, client: VllmClient, timeout: float) -> Non
     while time.monotonic() < deadline:
         if not process.alive():
             log = process.log_tail(LOG_LINES)
-            said = f"the server ended with exit code {process.returncode}; the end of {process.log_path}:\n{log}"
+            said = f"the server ended with exit code {process.returncode}: {_first_error(process)}\n"
+            said += f"the end of {process.log_path}:\n{log}"
             if PORT_TAKEN in log.lower():
                 raise PortTakenError(f"{client.url}: {said}")
             raise EngineError("unreachable", client.url, "start", said)
@@ -213,6 +218,12 @@ def launch_server(
         else:
             return process, client
     raise AssertionError("the last start returns or raises")
+
+
+def _first_error(process: ChildProcess) -> str:
+    """The line that names the cause: vLLM's last lines are about processes that waited for the one that failed."""
+    errors = (line for line in process.log_tail(10**6).splitlines() if re.search(r"\b\w+Error: ", line))
+    return next(errors, "its log names no error")
 
 
 def _listening_ports(pid: int) -> set[int]:

@@ -6,7 +6,7 @@ vLLM loads `register` in each of its processes (entry point `vllm.general_plugin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
@@ -35,9 +35,9 @@ def register() -> None:
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     plan: dict[str, Any]
-    addresses: list[dict[str, Any]]
-    first_worker: int  # number of this engine's first worker among the workers of all engines
     timeout: float
+    addresses: list[dict[str, Any]] = field(default_factory=list)  # of the senders; none: the plan alone is looked at
+    first_worker: int = 0  # number of this engine's first worker among the workers of all engines
 
 
 @dataclass
@@ -65,12 +65,14 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, info: InitInfo) -> None:
         self.shutdown()
-        parallel = self.parallel_config
+        plan, parallel = TransferPlan.from_json(info.plan), self.parallel_config
+        plan.check(self._shape, str(self.model_config.dtype).removeprefix("torch."))
+        if not info.addresses:
+            return
         self._receiver = WeightReceiver(
-            TransferPlan.from_json(info.plan),
+            plan,
             info.addresses,
             shape=self._shape,
-            dtype=str(self.model_config.dtype).removeprefix("torch."),
             worker=info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank,
             device=self.device,
             timeout=info.timeout,

@@ -19,11 +19,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 class WeightReceiver:
-    """Channels from every sender of the trainer, and the plan of what comes through them.
-
-    The plan is compared with the engine's own model before a channel is opened: a trainer of another shape, dtype or
-    family is refused before it can touch a weight.
-    """
+    """Channels from every sender of the trainer, and the plan of what comes through them, which has been checked."""
 
     def __init__(
         self,
@@ -31,12 +27,10 @@ class WeightReceiver:
         addresses: Sequence[dict[str, Any]],
         *,
         shape: ModelShape,
-        dtype: str,
         worker: int,
         device: torch.device,
         timeout: float,
     ) -> None:
-        plan.check(shape, dtype)
         if len(addresses) != plan.senders:
             raise WeightSyncError(f"the plan has {plan.senders} senders, got {len(addresses)} addresses")
         self.plan, self.shape = plan, shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -65,18 +65,17 @@ class WeightSender:
                 timeout=self.timeout,
             )
         )
-        shared = {
-            "plan": self.plan.to_json(),
-            "addresses": self._exchange(channel.address),
-            "timeout": self.timeout,
-        }
-        # the workers answer only when they have met every rank
+        plan = {"plan": self.plan.to_json(), "timeout": self.timeout}
+        addresses = {"addresses": self._exchange(channel.address)}
         with ThreadPoolExecutor(max(1, len(engines))) as calls:
+            # first without addresses: an engine of another model says so while nobody waits to meet it
+            self._together(lambda: _each(calls, engines, lambda e: e.init_weight_transfer(plan)))
             asked = [
-                calls.submit(e.init_weight_transfer, shared | {"first_worker": sum(sizes[:i])})
+                calls.submit(e.init_weight_transfer, plan | addresses | {"first_worker": sum(sizes[:i])})
                 for i, e in enumerate(engines)
             ]
-            self._together(lambda: (channel.connect(), _results(asked, engines)))
+            # the workers answer when they have met every rank
+            self._together(lambda: self._meanwhile(channel.connect, asked, engines))
 
     def push(self, version: int) -> SyncReport:
         """All weights to all engines, tagged `version`; they sample with these and nothing else when it returns."""
@@ -87,7 +86,7 @@ class WeightSender:
         with ThreadPoolExecutor(max(1, len(engines))) as calls:
             self._together(lambda: _each(calls, engines, _begin))
             asked = [calls.submit(e.update_weights, {"version": version}) for e in engines]
-            self._together(lambda: (self._stream(channel, version), _results(asked, engines)))
+            self._together(lambda: self._meanwhile(lambda: self._stream(channel, version), asked, engines))
             self._together(lambda: _each(calls, engines, lambda e: _commit(e, version)))
         return SyncReport(self.plan.nbytes, time.perf_counter() - began)
 
@@ -116,6 +115,22 @@ class WeightSender:
             seal(message, version, index)
             channel.send()
         channel.flush()
+
+    def _meanwhile(self, work: Callable[[], None], asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
+        """This rank's work while the engines are busy with their part; what either says of a failure is kept."""
+        own: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            own = error
+            # tells the engines, whose calls then end
+            self.close()
+        try:
+            _results(asked, engines)
+        except WeightSyncError as theirs:
+            raise WeightSyncError(f"{theirs}; sender: {own}" if own else str(theirs)) from own
+        if own is not None:
+            raise own
 
     def _exchange(self, value: T) -> list[T]:
         """Every rank's value, in the order of the senders."""
@@ -164,7 +179,7 @@ def _each(calls: ThreadPoolExecutor, engines: Sequence[EngineControl], do: Calla
     _results([calls.submit(do, e) for e in engines], engines)
 
 
-def _results(asked: Sequence[Any], engines: Sequence[EngineControl]) -> None:
+def _results(asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
     """Wait for all; raise one error that names every engine that failed."""
     failed = []
     for call, engine in zip(asked, engines, strict=True):

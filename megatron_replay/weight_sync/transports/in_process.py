@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_replay.weight_sync.error import WeightSyncError
 from megatron_replay.weight_sync.transports.buffers import BufferedSender
 
+GIVEN_UP = "the engine has given up the push"
 # of this process: key of a sender -> its queue of (message, future that is done when the worker has read it)
 _OPEN: dict[str, queue.Queue[tuple[Tensor, Future] | None]] = {}
 
@@ -33,10 +34,11 @@ class InProcessSender(BufferedSender):
         """Nobody to wait for: the queue is there."""
 
     def _start(self, message: Tensor) -> Callable[[], object]:
-        if self._key not in _OPEN:
-            raise WeightSyncError("the engine has given up the push")
         read: Future = Future()
         self._queue.put((message, read))
+        # looked at after the put: a worker that left before it will not look into its queue again
+        if self._key not in _OPEN:
+            raise WeightSyncError(GIVEN_UP)
         return partial(read.result, self.timeout)
 
     def close(self) -> None:
@@ -51,22 +53,32 @@ class InProcessReceiver:
         if self._key not in _OPEN:
             raise WeightSyncError("transport in-process needs an engine in the trainer's own process")
         self._queue = _OPEN[self._key]
+        self._taken: list[_Taken] = []
 
     def receive(self, nbytes: int) -> _Taken:
-        return _Taken(self._queue, nbytes, self.timeout)
+        taken = _Taken(self._queue, nbytes, self.timeout)
+        self._taken = [t for t in self._taken if not t.is_over()] + [taken]
+        return taken
 
     def close(self) -> None:
-        """Messages that nobody will read must not leave their sender waiting."""
+        """What nobody will read must not leave its sender waiting."""
         _OPEN.pop(self._key, None)
+        unread = [t.read for t in self._taken if t.read is not None]
         while not self._queue.empty():
             if (item := self._queue.get()) is not None:
-                item[1].set_exception(WeightSyncError("the engine has given up the push"))
+                unread.append(item[1])
+        for read in unread:
+            if not read.done():
+                read.set_exception(WeightSyncError(GIVEN_UP))
 
 
 class _Taken:
     def __init__(self, source: queue.Queue, nbytes: int, timeout: float) -> None:
         self._queue, self._nbytes, self._timeout = source, nbytes, timeout
-        self._read: Future | None = None
+        self.read: Future | None = None
+
+    def is_over(self) -> bool:
+        return self.read is not None and self.read.done()
 
     def wait(self) -> Tensor:
         try:
@@ -75,12 +87,11 @@ class _Taken:
             raise WeightSyncError(f"the trainer sent nothing for {self._timeout:g} s") from None
         if item is None:
             raise WeightSyncError("the trainer has given up the push")
-        message, self._read = item
+        message, self.read = item
         if message.numel() != self._nbytes:
-            self._read.set_exception(WeightSyncError("the engine has given up the push"))
             raise WeightSyncError(f"a message of {self._nbytes} bytes was expected, got {message.numel()}")
         return message
 
     def release(self) -> None:
-        if self._read is not None and not self._read.done():
-            self._read.set_result(None)
+        if self.read is not None and not self.read.done():
+            self.read.set_result(None)
