@@ -148,7 +148,7 @@ class VllmConfig:
     gpu_memory_utilization: float = 0.5  # share of a GPU's memory that an engine takes
     unseeded: bool = False  # without it every sample has a seed of its own: reruns draw the same, in slower batches
     transport: WeightTransport = "auto"
-    bucket_mib: int = 256
+    bucket_mib: int = 64
     sync_timeout: float = 300.0  # seconds
     request_timeout: float = 600.0
     startup_timeout: float = 600.0

@@ -26,8 +26,17 @@ def environment() -> dict[str, str]:
 
 def torchrun(processes: int, script: Path, *args: object, timeout: float = 300) -> str:
     """Run to the end; returns stdout and stderr together. A failed run raises with the end of its output."""
+    return _finish(command(processes, script, *args), timeout)
+
+
+def run_script(script: Path, *args: object, timeout: float = 300) -> str:
+    """As `torchrun`, of a program that starts its ranks itself."""
+    return _finish([sys.executable, str(script), *map(str, args)], timeout)
+
+
+def _finish(words: list[str], timeout: float) -> str:
     done = subprocess.run(
-        command(processes, script, *args),
+        words,
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -36,5 +45,5 @@ def torchrun(processes: int, script: Path, *args: object, timeout: float = 300) 
         timeout=timeout,
     )
     if done.returncode != 0:
-        raise AssertionError(f"exit code {done.returncode} of {script.name} {args}\n{done.stdout[-4000:]}")
+        raise AssertionError(f"exit code {done.returncode} of {' '.join(words)}\n{done.stdout[-4000:]}")
     return done.stdout

@@ -10,7 +10,14 @@ VOCAB = 29
 
 
 def completion(
-    counter: int = 0, sample: int = 0, *, prompt: int = 3, response: int = 4, group_size: int = 4, seed: int = 0, version: int = 0
+    counter: int = 0,
+    sample: int = 0,
+    *,
+    prompt: int = 3,
+    response: int = 4,
+    group_size: int = 4,
+    seed: int = 0,
+    version: int = 0,
 ) -> Completion:
     """Random ids and log-probs; `prompt` and `response` are lengths."""
     g = torch.Generator().manual_seed(seed * 1_000_003 + counter * 1009 + sample)

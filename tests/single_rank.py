@@ -14,7 +14,8 @@ cpu.install()
 from megatron_replay.config import ModelOptions, OptimizerOptions
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
 from megatron_replay.trainer.forward_step import HeadOptions
-from megatron_replay.trainer.model import build_model, load_hf_weights
+from megatron_replay.trainer.hf_checkpoint import load_hf_weights
+from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.optimizer import wrap_for_training
 from megatron_replay.trainer.parallel import ParallelGroups, initialize
 from megatron_replay.trainer.policy import MegatronPolicy

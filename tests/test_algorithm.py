@@ -61,7 +61,9 @@ class ListEngine:
 
     def _sample(self, prompts: Sequence[Prompt], group_size: int) -> list[Completion]:
         return [
-            self.spoil(completion(p.counter, s, response=1 + (p.counter + s) % 6, group_size=group_size, version=self.version))
+            self.spoil(
+                completion(p.counter, s, response=1 + (p.counter + s) % 6, group_size=group_size, version=self.version)
+            )
             for p in prompts
             for s in range(group_size)
         ]

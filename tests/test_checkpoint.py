@@ -168,6 +168,6 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -
 def test_another_format_is_refused(folder: Path, copy: Path) -> None:
     run = parts(copy)["run"]
     run.write_text(json.dumps(json.loads(run.read_text()) | {"format_version": 99}))
-    checkpoint._write_manifest(copy / "iter_0000002")
+    checkpoint.write_manifest(copy / "iter_0000002")
     with pytest.raises(ValueError, match="format_version must be 2, got 99"):
         checkpoint.load(copy, policy(folder), new_buffer(), FIXED)

@@ -11,16 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_replay.config import ModelOptions
-from megatron_replay.trainer.model import (
-    _check_layout,
-    build_model,
-    checkpoint_identity,
-    global_parameters,
-    load_hf_weights,
-    resolve_impl,
-)
-from megatron_replay.weight_sync.hf_mapping import find_rule, hf_names
+from megatron_replay.trainer.hf_checkpoint import checkpoint_identity, load_hf_weights
+from megatron_replay.trainer.model import _check_layout, build_model, global_parameters, resolve_impl
+from megatron_replay.weight_sync.hf_mapping import find_rule, hf_names, megatron_names, megatron_shape
 from megatron_replay.weight_sync.model_shape import ModelShape
+from tests.hf_models import CASES, random_model
 from tests.single_rank import SEQ_LENGTH, groups, random_qwen3
 
 
@@ -36,12 +31,16 @@ def load(folder: Path) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_has_a_rule_and_every_tensor_is_used(tmp_path: Path, tied: bool) -> None:
-    model = load(random_qwen3(tmp_path, tied=tied))
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_has_a_rule_and_every_tensor_is_used(tmp_path: Path, case: str) -> None:
+    model = load(random_model(tmp_path, CASES[case]))
     shape = ModelShape.from_folder(tmp_path)
-    used = {hf for name, _ in global_parameters(model) for hf in find_rule(name, shape)[1]}
+    parameters = dict(global_parameters(model))
+    used = {hf for name in parameters for hf in find_rule(name, shape)[1]}
     assert used == hf_names(shape)
+    assert {n: tuple(p.shape) for n, p in parameters.items()} == {
+        n: megatron_shape(n, shape, model.vocab_size) for n in megatron_names(shape)
+    }
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
@@ -72,7 +71,7 @@ def test_an_unknown_tensor_is_named(folder: Path) -> None:
 
 def test_a_wrong_shape_is_named(folder: Path) -> None:
     change(folder, {"model.layers.1.self_attn.q_norm.weight": torch.ones(17)})
-    words = r"does not fit its config.json: decoder.layers.1.self_attention.q_layernorm.weight is \[17\], .* \[16\]"
+    words = r"does not fit its config.json: model.layers.1.self_attn.q_norm.weight must be \[16\], got \[17\]"
     with pytest.raises(ValueError, match=words):
         load(folder)
 
@@ -120,8 +119,7 @@ class Sizes:
 @pytest.mark.parametrize(
     ("sizes", "options", "words"),
     [
-        (Sizes(3), {}, "--tensor-model-parallel-size must divide the 4 attention heads, got 3"),
-        (Sizes(4), {}, "--tensor-model-parallel-size must divide the 2 key-value heads, got 4"),
+        (Sizes(8), {}, "--tensor-model-parallel-size must divide the 4 attention heads, got 8"),
         (Sizes(1, 3), {}, "--pipeline-model-parallel-size must divide the 4 layers, got 3"),
         (Sizes(), {"sequence_parallel": True}, "--sequence-parallel needs --tensor-model-parallel-size above 1, got 1"),
     ],
@@ -131,6 +129,31 @@ def test_a_layout_that_does_not_fit_names_the_flag(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         _check_layout(ModelShape.from_folder(folder), ModelOptions(**options), sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "words"),
+    [
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 2},
+            3,
+            "must divide the 2 key-value heads or be a multiple of it, got 3",
+        ),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}, 6, "the 4 key-value heads or"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 2}, 8, "must divide the 20 fused q, k and v"),
+    ],
+)
+def test_tensor_ranks_and_key_value_heads_that_do_not_fit(
+    folder: Path, changes: dict[str, int], tp: int, words: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 48} | changes
+    shape = ModelShape.from_config(config, "here")
+    with pytest.raises(ValueError, match=f"--tensor-model-parallel-size .*{words}"):
+        _check_layout(shape, ModelOptions(), Sizes(tp))  # type: ignore[arg-type]
+
+
+def test_more_tensor_ranks_than_key_value_heads_are_accepted(folder: Path) -> None:
+    _check_layout(ModelShape.from_folder(folder), ModelOptions(), Sizes(4))  # type: ignore[arg-type]
 
 
 def test_only_tested_precisions() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_replay.weight_sync import sender as sender_module
-from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.hf_mapping import hf_names
 from megatron_replay.weight_sync.sender import WeightSender
 from tests.transfers import CPU, KeepingEngine, hf_tensors, shape, shards
@@ -112,7 +112,7 @@ def test_another_model_is_refused_before_a_byte_is_sent() -> None:
         (KeepingEngine(dataclasses.replace(shape(), num_layers=3)), "and 10 more are missing"),
     ]
     for engine, words in wrong:
-        with pytest.raises(WeightSyncError, match=re.escape(words)):
+        with pytest.raises(PlanRefusedError, match=re.escape(words)):
             sender.connect([engine])
         assert not engine.calls and not engine.tensors
 

@@ -13,7 +13,7 @@ from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.engines.vllm_command import ServedModel
 from megatron_replay.rollout import Completion, Prompt
 from megatron_replay.weight_sync.engine_control import EngineControl
-from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sender import SyncReport, WeightSender
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
@@ -140,10 +140,11 @@ class VllmEngine:
         if failure:
             return failure, None
         assert self._policy is not None
+        weights = self._policy.sharded_weights(self.shape)
         try:
             if self._sender is None:
                 self._sender = WeightSender(
-                    self._policy.sharded_weights(self.shape),
+                    weights,
                     transport=self.transport,
                     bucket_bytes=self.config.bucket_mib << 20,
                     device=self.ranks.device,
@@ -151,7 +152,10 @@ class VllmEngine:
                 )
             if new or not connected:
                 self._sender.connect(self.controls() if self.ranks.leads else (), host)
-            return "", self._sender.push(version)
+            return "", self._sender.push(version, weights)
+        except PlanRefusedError:
+            # the same on every rank of the replica, and it would be the same again
+            raise
         except WeightSyncError as error:
             return str(error), None
 

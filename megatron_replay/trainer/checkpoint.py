@@ -71,7 +71,7 @@ def save(folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer
         run["distributed_optimizer"] = _is_distributed(policy)
         run["model"] = _model_identity(policy)
         (partial / "run.json").write_text(json.dumps(run, indent=1))
-        _write_manifest(partial)
+        write_manifest(partial)
         replaced = final.with_suffix(".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
@@ -96,7 +96,7 @@ def load(
     `fixed` names what must not differ (flag -> value): a difference is a ValueError with both values.
     """
     iteration = latest(folder)
-    _check_manifest(iteration, allow_empty_buffer)
+    check_manifest(iteration, allow_empty_buffer)
     run = json.loads((iteration / "run.json").read_text())
     if run["format_version"] != FORMAT_VERSION:
         raise ValueError(f"--load {iteration}: format_version must be {FORMAT_VERSION}, got {run['format_version']}")
@@ -178,7 +178,7 @@ def _is_distributed(policy: MegatronPolicy) -> bool:
     return any(isinstance(x, DistributedOptimizer) for x in inner)
 
 
-def _write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(x for x in folder.rglob("*") if x.is_file() and x.name != "manifest.json"):
         with open(path, "rb") as file:
@@ -190,7 +190,7 @@ def _write_manifest(folder: Path) -> None:
     _write_atomically(folder / "manifest.json", json.dumps(files, indent=1))
 
 
-def _check_manifest(folder: Path, allow_empty_buffer: bool) -> None:
+def check_manifest(folder: Path, allow_empty_buffer: bool) -> None:
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"--load {folder} is incomplete: manifest.json is missing")

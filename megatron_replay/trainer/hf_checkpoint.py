@@ -115,17 +115,11 @@ def export_hf(model: GPTModel, shape: ModelShape, groups: ParallelGroups) -> Ite
     outlive the next update. Raises ValueError on all ranks where one rank's parameters are not those of `shape`.
     """
     held = _together(lambda: _checked_parameters(model, shape, groups))
-    stages: list[list[str]] = [[] for _ in range(groups.pipeline_size)]
-    dist.all_gather_object(stages, list(held), group=groups.pipeline)
-    names = megatron_names(shape)
-    # a tied embedding is on the first and on the last stage: the first that has it sends it
-    owners = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
-    if missing := [name for name in names if name not in owners]:
-        raise ValueError(f"no pipeline stage has {missing[0]}, and {len(missing) - 1} more are missing")
+    owners = _together(lambda: _owners(held, shape, groups))
     if groups.data_rank > 0:
         return
-    for name in names:
-        tensors = _to_first_rank(name, held.get(name), owners[name], model, shape, groups)
+    for name, owner in owners.items():
+        tensors = _to_first_rank(name, held.get(name), owner, model, shape, groups)
         # no name is kept on what was handed out: it would be alive while the next parameter is gathered
         for hf in list(tensors):
             yield hf, tensors.pop(hf).cpu()
@@ -185,6 +179,17 @@ def _checked_parameters(model: GPTModel, shape: ModelShape, groups: ParallelGrou
             )
         held[plain_name(name)] = parameter.detach()
     return held
+
+
+def _owners(held: dict[str, Tensor], shape: ModelShape, groups: ParallelGroups) -> dict[str, int]:
+    """The pipeline stage that sends each parameter; the copy of a tied embedding on the last stage is left out."""
+    stages: list[list[str]] = [[] for _ in range(groups.pipeline_size)]
+    dist.all_gather_object(stages, list(held), group=groups.pipeline)
+    where = {name: stage for stage, names in enumerate(stages) for name in names}
+    names = megatron_names(shape)
+    if missing := [name for name in names if name not in where]:
+        raise ValueError(f"no pipeline stage has {missing[0]}, and {len(missing) - 1} more are missing")
+    return {name: where[name] for name in names}
 
 
 def _to_first_rank(

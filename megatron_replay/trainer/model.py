@@ -146,12 +146,3 @@ def _check_layout(shape: ModelShape, options: ModelOptions, groups: ParallelGrou
         raise ValueError(f"--pipeline-model-parallel-size must divide the {shape.num_layers} layers, got {pp}")
     if options.sequence_parallel and tp == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
-
-
-def __getattr__(name: str) -> Any:
-    """`load_hf_weights` and `checkpoint_identity` are in hf_checkpoint, which imports this module."""
-    if name not in ("load_hf_weights", "checkpoint_identity"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_replay.trainer import hf_checkpoint
-
-    return getattr(hf_checkpoint, name)

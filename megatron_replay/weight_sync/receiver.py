@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class WeightReceiver:
             messages = {sender: one.wait() for sender, one in arriving.items()}
             here, arriving = arriving, self._ask(index + 1)
             payloads = {s: open_sealed(message, version, index, s) for s, message in messages.items()}
-            load(_tensors(bucket, payloads, self.shape))
+            _hand_over(bucket, payloads, self.shape, load)
             for one in here.values():
                 one.release()
 
@@ -69,8 +70,23 @@ class WeightReceiver:
         return {s: self._channels[s].receive(message_bytes(bucket, s)) for s in bucket.senders}
 
 
-def _tensors(bucket: Bucket, payloads: dict[int, Tensor], shape: ModelShape) -> Iterable[tuple[str, Tensor]]:
-    """The Hugging Face tensors of a bucket, in memory of their own: an engine may keep them longer than the bucket."""
+def _hand_over(bucket: Bucket, payloads: dict[int, Tensor], shape: ModelShape, load: Load) -> None:
+    """Give `load` the Hugging Face tensors of a bucket, without a copy where they lie in a message as they are.
+
+    A message's memory is written again by the next one but one. What is still referred to after `load`, such as the
+    weight of a layer that the engine has not finished, is moved to memory of its own.
+    """
+    borrowed = {payload.untyped_storage().data_ptr() for payload in payloads.values()}
+    tensors = [(name, t.contiguous()) for name, t in _tensors(bucket, payloads, shape)]
+    lent = [weakref.ref(t) for _, t in tensors if t.untyped_storage().data_ptr() in borrowed]
+    load(iter(tensors))
+    del tensors
+    for reference in lent:
+        if (kept := reference()) is not None:
+            kept.data = kept.clone()
+
+
+def _tensors(bucket: Bucket, payloads: dict[int, Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     offsets = {s: bucket.offsets(s) for s in payloads}
     for entry in bucket.entries:
         dtype = getattr(torch, entry.dtype)
@@ -78,7 +94,4 @@ def _tensors(bucket: Bucket, payloads: dict[int, Tensor], shape: ModelShape) -> 
         for sender in entry.senders:
             at = offsets[sender][entry.name]
             shards.append(payloads[sender][at : at + entry.shard_bytes].view(dtype).view(entry.shard_shape))
-        whole = {payload.untyped_storage().data_ptr() for payload in payloads.values()}
-        for name, tensor in to_hf(entry.name, shards, shape).items():
-            borrowed = tensor.untyped_storage().data_ptr() in whole
-            yield name, tensor.clone() if borrowed else tensor.contiguous()
+        yield from to_hf(entry.name, shards, shape).items()

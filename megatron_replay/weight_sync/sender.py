@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_replay.weight_sync.engine_control import EngineControl
-from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.message import TRAILER_BYTES, message_bytes, seal
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 from megatron_replay.weight_sync.transfer_plan import TransferPlan, local_entries, make_plan
@@ -69,7 +69,7 @@ class WeightSender:
         addresses = {"addresses": self._exchange(channel.address)}
         with ThreadPoolExecutor(max(1, len(engines))) as calls:
             # first without addresses: an engine of another model says so while nobody waits to meet it
-            self._together(lambda: _each(calls, engines, lambda e: e.init_weight_transfer(plan)))
+            self._together(lambda: _each(calls, engines, lambda e: e.init_weight_transfer(plan)), PlanRefusedError)
             asked = [
                 calls.submit(e.init_weight_transfer, plan | addresses | {"first_worker": sum(sizes[:i])})
                 for i, e in enumerate(engines)
@@ -77,8 +77,12 @@ class WeightSender:
             # the workers answer when they have met every rank
             self._together(lambda: self._meanwhile(channel.connect, asked, engines))
 
-    def push(self, version: int) -> SyncReport:
-        """All weights to all engines, tagged `version`; they sample with these and nothing else when it returns."""
+    def push(self, version: int, weights: ShardedWeights | None = None) -> SyncReport:
+        """All weights to all engines, tagged `version`; they sample with these and nothing else when it returns.
+
+        `weights`: as they are now, where they are not in the tensors that were given at first.
+        """
+        self.weights = weights or self.weights
         if self._channel is None:
             raise WeightSyncError("a push needs engines: call connect first")
         began = time.perf_counter()
@@ -140,7 +144,7 @@ class WeightSender:
         dist.all_gather_object(values, value, group=self.weights.replica)
         return values
 
-    def _together(self, work: Callable[[], T]) -> T:
+    def _together(self, work: Callable[[], T], raises: type[WeightSyncError] = WeightSyncError) -> T:
         """Do this rank's part; what fails on one rank raises on all of them, in bounded time."""
         failure = None
         try:
@@ -153,7 +157,7 @@ class WeightSender:
         if any(failures):
             self.close()
             said = "; ".join(f"rank {i}: {f}" for i, f in enumerate(failures) if f)
-            raise WeightSyncError(f"the engines' weights were not updated ({said})")
+            raise raises(f"the engines' weights were not updated ({said})")
         return result
 
 

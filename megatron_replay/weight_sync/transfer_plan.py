@@ -2,8 +2,9 @@
 
 Shards travel as Megatron holds them, each from the rank that has it, and the engine puts the Hugging Face tensors
 together: no byte crosses the wire twice, and the trainer gathers nothing. Parameters come stage by stage in buckets of
-bounded size; one larger than a bucket goes alone. Trainer and engine read the same plan, so nothing else is sent
-beside the bytes.
+bounded size; a module larger than a bucket goes alone. Trainer and engine read the same plan, so nothing else is sent
+beside the bytes. What an engine needs at once, the weight and the bias of one module, is never divided: it then keeps
+nothing of a bucket that it has loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -138,12 +140,13 @@ def local_entries(weights: ShardedWeights, sender: int) -> list[Entry]:
 def _fill(entries: Iterable[Entry], bucket_bytes: int) -> Iterable[Bucket]:
     bucket: list[Entry] = []
     size = 0
-    for entry in entries:
-        nbytes = _aligned(entry.shard_bytes) * len(entry.senders)
+    for _, members in groupby(entries, key=lambda e: e.name.rpartition(".")[0]):
+        module = list(members)
+        nbytes = sum(_aligned(e.shard_bytes) * len(e.senders) for e in module)
         if bucket and size + nbytes > bucket_bytes:
             yield Bucket(tuple(bucket))
             bucket, size = [], 0
-        bucket.append(entry)
+        bucket += module
         size += nbytes
     if bucket:
         yield Bucket(tuple(bucket))

@@ -38,7 +38,8 @@ from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import Completion, Prompt, RolloutBatch
 from megatron_replay.trainer.forward_step import HeadOptions
 from megatron_replay.trainer.generation import ModelSampler
-from megatron_replay.trainer.model import build_model, load_hf_weights
+from megatron_replay.trainer.hf_checkpoint import load_hf_weights
+from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.optimizer import unwrap, wrap_for_training
 from megatron_replay.trainer.parallel import ParallelGroups, initialize
 from megatron_replay.trainer.policy import MegatronPolicy

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_replay.weight_sync.transports.buffers import BufferedSender
+from megatron_replay.weight_sync.transports.buffers import BUFFERS, BufferedSender
 
 
 class BroadcastSender(BufferedSender):
@@ -27,7 +27,13 @@ class BroadcastSender(BufferedSender):
         self.backend, self.host, self.world, self.timeout = backend, host, 1 + workers, timedelta(seconds=timeout)
         # port 0: the system chooses a free one
         self._store = dist.TCPStore(host, 0, self.world, True, self.timeout, wait_for_workers=False)
-        self.address = {"transport": backend, "host": host, "port": self._store.port, "world": self.world}
+        self.address = {
+            "transport": backend,
+            "host": host,
+            "port": self._store.port,
+            "world": self.world,
+            "largest": largest,
+        }
         self._group: Any = None
 
     def connect(self) -> None:
@@ -43,14 +49,17 @@ class BroadcastSender(BufferedSender):
 
 class BroadcastReceiver:
     def __init__(self, address: dict[str, Any], worker: int, device: torch.device, timeout: float) -> None:
-        self.device, limit = device, timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout)
         host, world = address["host"], address["world"]
         store = dist.TCPStore(host, address["port"], world, False, limit, wait_for_workers=False)
         self._group = _group(address["transport"], store, 1 + worker, world, limit, None)
+        # fresh memory costs more than the transfer: its pages come one by one
+        self._free = [torch.empty(address["largest"], dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
 
     def receive(self, nbytes: int) -> _Arriving:
-        message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return _Arriving(_broadcast(self._group, message), message)
+        buffer = self._free.pop()
+        message = buffer[:nbytes]
+        return _Arriving(_broadcast(self._group, message), message, lambda: self._free.append(buffer))
 
     def close(self) -> None:
         _end(self._group)
@@ -58,15 +67,12 @@ class BroadcastReceiver:
 
 
 class _Arriving:
-    def __init__(self, work: Any, message: Tensor) -> None:
-        self._work, self._message = work, message
+    def __init__(self, work: Any, message: Tensor, free: Callable[[], None]) -> None:
+        self._work, self._message, self.release = work, message, free
 
     def wait(self) -> Tensor:
         self._work.wait()
         return self._message
-
-    def release(self) -> None:
-        """The memory is this message's own."""
 
 
 def _group(backend: str, store: dist.Store, rank: int, world: int, timeout: timedelta, host: str | None) -> Any:

@@ -1,0 +1,60 @@
+"""Greedy answers of an engine, and how near two sets of them are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_replay.engines.group_request import RawSample
+
+NEW_TOKENS = 24
+PARAMS: dict[str, Any] = {
+    "n": 1, "temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0, "detokenize": False
+}  # fmt: skip
+# heads of a size that vLLM's attention has on a CPU
+ENGINE_SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+Answers = list[dict[str, Any]]  # of each prompt: tokens, logprobs
+
+
+def llm_options(folder: Path, max_model_len: int, *, load_format: str = "auto", **more: Any) -> dict[str, Any]:
+    """Of vLLM's LLM(), for a tiny float32 model."""
+    return {
+        "model": str(folder),
+        "dtype": "float32",
+        "max_model_len": max_model_len,
+        "max_num_seqs": 16,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 100 << 20,
+        "load_format": load_format,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": "megatron_replay"},
+        **more,
+    }
+
+
+def prompts(vocab_size: int, count: int = 8, length: int = 60) -> list[list[int]]:
+    """Long enough to fill blocks of the prefix cache."""
+    r = random.Random(1)
+    return [[r.randrange(2, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def answers(groups: Sequence[Sequence[RawSample]]) -> Answers:
+    return [{"tokens": list(group[0].tokens), "logprobs": list(group[0].logprobs)} for group in groups]
+
+
+def check_same(got: Answers, expected: Answers, tolerance: float) -> float:
+    """All tokens equal and log-probs within `tolerance`; returns how near they were."""
+    equal = sum(g["tokens"] == e["tokens"] for g, e in zip(got, expected, strict=True))
+    assert equal == len(expected), f"{equal} of {len(expected)} sequences are equal"
+    gap = max(
+        abs(a - b)
+        for g, e in zip(got, expected, strict=True)
+        for a, b in zip(g["logprobs"], e["logprobs"], strict=True)
+    )
+    assert gap <= tolerance, gap
+    return gap
