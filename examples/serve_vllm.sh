@@ -43,6 +43,10 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     device=()
 else
     device=(--enforce-eager --kv-cache-memory-bytes $((2 << 30)))
+    # vLLM would bind each of several workers to a NUMA node of its own, and fail where there are fewer
+    if [[ "$*" == *--tensor-parallel-size* ]]; then
+        export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
+    fi
 fi
 
 export VLLM_SERVER_DEV_MODE=1 # the routes of weight transfer

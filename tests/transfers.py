@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_replay.weight_sync.engine_control import NO_VERSION
 from megatron_replay.weight_sync.hf_mapping import find_rule, megatron_names, megatron_shape, shard, to_hf
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver
@@ -113,6 +114,8 @@ class KeepingEngine:
         self._say("start")
 
     def update_weights(self, info: dict[str, Any]) -> None:
+        if info["version"] == NO_VERSION:
+            raise RuntimeError("the push was given up")
         assert self.receiver is not None
         try:
             self._say("update")

@@ -37,7 +37,7 @@ TORCHRUN = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 TORCHRUN_PREFIXES = ("ROLE_", "TORCHELASTIC_")
-GRACE = 3.0  # seconds from SIGTERM to SIGKILL
+GRACE = 2.0  # seconds from SIGTERM to SIGKILL
 POLL = 0.1  # seconds between two looks of the guardian
 LOOK = 1.0  # seconds between two looks at who uses the shared memory
 LOG_TAIL_BYTES = 1 << 16

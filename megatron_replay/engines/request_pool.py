@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import httpx
 from tqdm import tqdm
 
 from megatron_replay.config import SamplingConfig, VllmConfig
-from megatron_replay.engines.vllm_client import EngineError, RawSample, VllmClient
+from megatron_replay.engines.group_request import GroupRequest
+from megatron_replay.engines.vllm_client import EngineError, VllmClient
 from megatron_replay.rollout import Completion, Prompt
 
 # sequences that wait on a server for each one that it can decode at once
@@ -76,8 +75,7 @@ class Job:
 class Call:
     """What one call of the pool asks for, and how it goes."""
 
-    group_size: int
-    version: int
+    asked: GroupRequest
     servers: list[Server]
     window: int  # prompts outstanding on a server
     waiting: deque[Job]
@@ -107,8 +105,6 @@ class RequestPool:
         self.sampling = sampling
         self.eos_id = eos_id
         self.config = config
-        # 62 bits: with the number of a rollout added it stays below 2^63
-        self._first_seed = int.from_bytes(hashlib.sha256(str(sampling.seed).encode()).digest()[:8]) >> 2
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="request-pool", daemon=True)
         self._thread.start()
@@ -141,29 +137,6 @@ class RequestPool:
             self._thread.join()
             self._loop.close()
 
-    def params(self, prompt: Prompt, group_size: int) -> dict[str, Any]:
-        """vLLM's SamplingParams for one group. Sample i is drawn with seed + i, which is how vLLM numbers them.
-
-        Seeds follow the rollout's uid, so no two rollouts of a run share one, and a rerun has the same.
-        """
-        params = {
-            "n": group_size,
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            # 0 is off for vLLM too
-            "top_k": self.sampling.top_k,
-            "max_tokens": self.sampling.max_response_length,
-            # the one stop is ours; ignore_eos keeps out those that the model's own files name
-            "stop_token_ids": [self.eos_id],
-            "ignore_eos": True,
-            # of the sampled token alone
-            "logprobs": 0,
-            "detokenize": False,
-        }
-        if not self.config.unseeded:
-            params["seed"] = self._first_seed + prompt.uid(0, group_size)
-        return params
-
     async def _run(self, prompts: list[Prompt], group_size: int, version: int, progress: bool) -> PoolResult:
         jobs = [Job(prompt) for prompt in prompts]
         window = max(1, QUEUE_DEPTH * self.config.max_num_seqs // group_size)
@@ -172,7 +145,8 @@ class RequestPool:
             bar = stack.enter_context(
                 tqdm(total=len(jobs), desc="rollouts", unit="prompt", leave=False, disable=not progress)
             )
-            call = Call(group_size, version, servers, window, deque(jobs), bar)
+            asked = GroupRequest(self.sampling, self.eos_id, group_size, version, seeded=not self.config.unseeded)
+            call = Call(asked, servers, window, deque(jobs), bar)
             try:
                 await self._serve(call)
             finally:
@@ -223,34 +197,12 @@ class RequestPool:
         await asyncio.sleep(RETRY_DELAY * job.failures)
         timeout = self.config.request_timeout
         async with asyncio.timeout(timeout):
-            params = self.params(job.prompt, call.group_size)
+            params = call.asked.params(job.prompt)
             samples = await server.client.generate(server.http, job.prompt.tokens, params, timeout)
-        self._check(call, server, samples)
-        return [self._completion(job.prompt, call, i, sample) for i, sample in enumerate(samples)]
-
-    def _check(self, call: Call, server: Server, samples: list[RawSample]) -> None:
-        """Raise UnusableAnswerError unless this is a whole group of the expected version."""
-
-        def refuse(counter: str, words: str) -> NoReturn:
+        if (problem := call.asked.problem(samples)) is not None:
+            counter, words = problem
             raise UnusableAnswerError(counter, f"{server.client.url}: {words}", len(samples))
-
-        if unfinished := [s.finish_reason for s in samples if s.finish_reason not in ("stop", "length")]:
-            refuse("aborted", f"finish_reason must be stop or length, got {unfinished[0]!r}")
-        if len(samples) != call.group_size:
-            refuse("server_failures", f"samples must be {call.group_size}, got {len(samples)}")
-        versions = {version for s in samples for version in s.weight_versions or ("none",)}
-        if versions != {str(call.version)}:
-            refuse("wrong_version", f"weight version must be {call.version}, got {', '.join(sorted(versions))}")
-
-    def _completion(self, prompt: Prompt, call: Call, index: int, sample: RawSample) -> Completion:
-        return Completion(
-            prompt=prompt,
-            uid=prompt.uid(index, call.group_size),
-            tokens=sample.tokens,
-            logprobs=sample.logprobs,
-            finish_reason="stop" if sample.tokens and sample.tokens[-1] == self.eos_id else "length",
-            weight_version=call.version,
-        )
+        return call.asked.completions(job.prompt, samples)
 
     def _settle(self, call: Call, job: Job, server: Server, task: asyncio.Task[list[Completion]]) -> None:
         """Keep the group, or count what went wrong and queue the prompt again, or give it up."""

@@ -7,10 +7,11 @@ import json
 import math
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
+
+from megatron_replay.engines.group_request import RawSample
 
 # vLLM sends this floor in place of a log-prob that is NaN, -inf or missing
 NO_LOGPROB = -9999.0
@@ -19,8 +20,9 @@ DEFAULT_VERSION = "default"
 HEALTH_TIMEOUT = 5.0  # seconds
 CONNECT_TIMEOUT = 30.0
 WORDS = 500  # characters of a server's answer that an error repeats
-# a request waits for its turn in the pool, never for a connection; vLLM closes idle connections after 5 s
-CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+# A connection for each call: the server breaks idle ones after 5 s and those of a call that failed, and httpx looks at
+# every pair of idle ones each time. Requests wait for their turn in the pool, never for a connection.
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 ErrorKind = Literal["unreachable", "lost", "timeout", "status", "answer"]
 
@@ -38,16 +40,6 @@ class EngineError(RuntimeError):
         self.status = status
 
 
-@dataclass(frozen=True)
-class RawSample:
-    """One sample as the server told it: L tokens, L log-probs (None: it had none), the weight version of each span."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float | None, ...]
-    finish_reason: str | None
-    weight_versions: tuple[str, ...]
-
-
 class VllmClient:
     """Calls of a server at `url`. `timeout` is that of each control call, in seconds.
 
@@ -58,18 +50,18 @@ class VllmClient:
         self.url = url.rstrip("/")
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.timeout = timeout
-        # a connection for each call: the server breaks idle ones after 5 s, and those of a call that failed
-        once = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(
-            headers=self.headers, limits=once, timeout=_timeout(timeout), trust_env=False, verify=_tls()
-        )
+        self._http = httpx.Client(**self._options(timeout))
+
+    @property
+    def name(self) -> str:
+        return self.url
 
     def close(self) -> None:
         self._http.close()
 
     def async_http(self) -> httpx.AsyncClient:
         """A connection pool for `generate`, with this server's key; the caller closes it."""
-        return httpx.AsyncClient(headers=self.headers, limits=CONNECTIONS, timeout=None, trust_env=False, verify=_tls())
+        return httpx.AsyncClient(**self._options(self.timeout))
 
     def version(self) -> str:
         """vLLM's own version."""
@@ -142,6 +134,15 @@ class VllmClient:
             return [_sample(choice) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise self._answer(call, f"no samples in {_shortened(reply.text)} ({error!r})") from error
+
+    def _options(self, timeout: float) -> dict[str, Any]:
+        return {
+            "headers": self.headers,
+            "limits": CONNECTIONS,
+            "timeout": _timeout(timeout),
+            "trust_env": False,
+            "verify": _tls(),
+        }
 
     def _call(self, method: str, path: str, body: Any = None, params: Mapping[str, str] | None = None) -> Any:
         call = f"{method} {path}"

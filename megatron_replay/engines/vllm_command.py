@@ -95,7 +95,7 @@ def server_command(config: VllmConfig, model: ServedModel, port: int) -> list[st
     return [sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
 
 
-def server_environment(api_key: str | None, **extra: str) -> dict[str, str]:
+def server_environment(config: VllmConfig, api_key: str | None, **extra: str) -> dict[str, str]:
     """The server's variables: the routes of weight transfer are on, the network is not asked."""
     settings = {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -104,9 +104,9 @@ def server_environment(api_key: str | None, **extra: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        # bound by itself vLLM wants a NUMA node for each worker
-        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if config.tensor_parallel_size > 1:
+        # on a CPU vLLM would bind each worker to a NUMA node of its own, and fail where there are fewer
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     env = clean_environment(**(settings | extra))
     # it would overrule --kv-cache-memory-bytes
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -154,7 +154,7 @@ def start_server(
     with reserved:
         port = reserved.getsockname()[1]
         command = server_command(config, model, port)
-        process = ChildProcess(command, server_environment(api_key, **(env or {})), log_path, [reserved])
+        process = ChildProcess(command, server_environment(config, api_key, **(env or {})), log_path, [reserved])
     return process, f"http://{_reachable(config.host)}:{port}"
 
 

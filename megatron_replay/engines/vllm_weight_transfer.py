@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -18,13 +19,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_replay.engines.vllm_command import PINNED_VLLM
+from megatron_replay.engines.vllm_command import BACKEND, PINNED_VLLM
+from megatron_replay.weight_sync.engine_control import NO_VERSION
 from megatron_replay.weight_sync.error import WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver
 from megatron_replay.weight_sync.transfer_plan import TransferPlan
-
-BACKEND = "megatron_replay"
 
 
 def register() -> None:
@@ -62,6 +62,7 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._shape = ModelShape.from_config(self.model_config.hf_config.to_dict(), str(self.model_config.model))
         self._receiver: WeightReceiver | None = None
         self._loaded: set[str] | None = None  # parameters that the push has filled; None: no whole push yet
+        self._layerwise = False
 
     def init_transfer_engine(self, info: InitInfo) -> None:
         self.shutdown()
@@ -79,13 +80,17 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def start_weight_update(self) -> None:
-        # on the CPU vLLM has repacked the weights: a bare model.load_weights would write into the packed form
-        initialize_layerwise_reload(self.model)
+        self._layerwise = reads_packed_weights(self.model)
+        if self._layerwise:
+            # every layer is built again from what is loaded, and packed again
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
         self._loaded = None
         filled: set[str] = set()
         try:
+            if info.version == NO_VERSION:
+                raise WeightSyncError("the push was given up")
             if self._receiver is None:
                 raise WeightSyncError("no trainer is connected")
             self._receiver.receive(info.version, lambda tensors: filled.update(self.model.load_weights(tensors) or ()))
@@ -95,15 +100,20 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if lacking := {name for name, _ in self.model.named_parameters()} - filled:
                 raise WeightSyncError(f"the push left {len(lacking)} parameters unfilled, the first is {min(lacking)}")
         except BaseException:
-            # the trainer is told, and the layers are taken out of their half-loaded state: the next push starts clean
+            # the trainer is told, and layers are taken out of a half-loaded state: the next push starts clean
             self.shutdown()
-            finalize_layerwise_reload(self.model, self.model_config)
+            self._finalize()
             raise
         self._loaded = filled
 
     def finish_weight_update(self) -> None:
         if self._loaded is None:
             raise WeightSyncError("there is no whole push to finish: the engine holds a mixture of weights")
+        self._finalize()
+
+    def _finalize(self) -> None:
+        if not self._layerwise:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self._shape.tied_embeddings:
             # vLLM reloads no tied head. Its parameter is the embedding's, but on a CPU its product reads a packed copy,
@@ -115,3 +125,14 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None
+
+
+def reads_packed_weights(model: torch.nn.Module) -> bool:
+    """Whether some layer computes with a packed copy of its weight, made when it was loaded, and not with the weight.
+
+    On a GPU none of an unquantized model does: `load_weights` then writes where the kernels read. On a CPU it depends
+    on dtype and instructions: vLLM gives a layer a function that holds the packed copy, or one that holds nothing and
+    takes the weight as it is.
+    """
+    products = [layer.cpu_linear for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    return any(getattr(product, "__closure__", None) for product in products)

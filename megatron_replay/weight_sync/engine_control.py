@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+NO_VERSION = -1  # an update of this version is refused by every engine
+
 
 class EngineControl(Protocol):
     """One engine: a server behind HTTP, or a child process behind a pipe. A call that fails or is late raises."""
@@ -18,7 +20,9 @@ class EngineControl(Protocol):
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
-    def update_weights(self, info: dict[str, Any]) -> None: ...
+    def update_weights(self, info: dict[str, Any]) -> None:
+        """Take a push, of info["version"]. A refused one closes the session that `start_weight_update` opened."""
+
     def finish_weight_update(self, version: int) -> None: ...
     def weight_version(self) -> int | None: ...
     def reset_prefix_cache(self) -> bool:

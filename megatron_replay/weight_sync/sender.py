@@ -6,13 +6,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_replay.weight_sync.engine_control import EngineControl
+from megatron_replay.weight_sync.engine_control import NO_VERSION, EngineControl
 from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.message import TRAILER_BYTES, message_bytes, seal
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
@@ -163,7 +164,13 @@ class WeightSender:
 
 def _begin(engine: EngineControl) -> None:
     engine.pause()
-    engine.start_weight_update()
+    try:
+        engine.start_weight_update()
+    except Exception:
+        # a push that stopped half-way has left its session open
+        with suppress(Exception):
+            engine.update_weights({"version": NO_VERSION})
+        engine.start_weight_update()
 
 
 def _commit(engine: EngineControl, version: int) -> None:

@@ -1,0 +1,312 @@
+"""Both vLLM engines as the loop uses them, on the real vLLM: whole weights or an error, whole groups or another try."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_replay.config import SamplingConfig, VllmConfig
+from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.engines.engine_ranks import EngineRanks
+from megatron_replay.engines.vllm_child import VllmChild
+from megatron_replay.engines.vllm_colocated import VllmColocatedEngine, replica_devices
+from megatron_replay.engines.vllm_command import ServedModel
+from megatron_replay.engines.vllm_engine import VllmEngine
+from megatron_replay.engines.vllm_server import VllmServerEngine, server_devices
+from megatron_replay.rollout import Completion, Prompt
+from megatron_replay.weight_sync import sender as sender_module
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
+from megatron_replay.weight_sync.hf_mapping import megatron_names, to_megatron
+from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.sender import WeightSender
+from megatron_replay.weight_sync.sharded_weights import ShardedWeights
+from tests.hf_models import CASES, load, logprobs, random_model
+from tests.transfers import CPU, KeepingEngine
+from tests.vllm_greedy import ENGINE_SIZES, PARAMS, answers, check_same, llm_options
+from tests.vllm_greedy import prompts as greedy_prompts
+
+real_engine = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+VOCAB, EOS, GROUP, TEMPERATURE = 61, 1, 4, 0.8
+CONFIG = VllmConfig(
+    max_num_seqs=16, memory_gib=0.1, startup_timeout=400, sync_timeout=60, request_timeout=120, retries=2, bucket_mib=1
+)
+
+
+class FolderPolicy:
+    """A policy on one rank that holds the weights of a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.become(folder)
+
+    def become(self, folder: Path) -> None:
+        shape, tensors = ModelShape.from_folder(folder), load_file(folder / "model.safetensors")
+        names = [n for n in megatron_names(shape) if n != "output_layer.weight" or not shape.tied_embeddings]
+        padded = shape.padded_vocab_size(8, 1)
+        self.parameters |= {n: to_megatron(n, tensors.__getitem__, shape, padded_vocab=padded) for n in names}
+
+    def sharded_weights(self, shape: ModelShape) -> ShardedWeights:
+        return ShardedWeights(shape, shape.padded_vocab_size(8, 1), self.parameters)
+
+
+def engine(kind: type[VllmEngine], folder: Path, logs: Path, response: int = 12, **changes: Any) -> Any:
+    sampling = SamplingConfig(max_response_length=response, temperature=TEMPERATURE, seed=5)
+    served = ServedModel(folder, "float32", max_model_len=96, seed=0, device="cpu")
+    config = VllmConfig(**(vars(CONFIG) | changes))
+    ranks = EngineRanks(DataParallelGroup(), None, CPU)
+    return kind(config, sampling, EOS, served, ModelShape.from_folder(folder), ranks, log_folder=logs)
+
+
+def prompts(first: int, count: int = 6) -> list[Prompt]:
+    g = torch.Generator().manual_seed(first)
+    return [Prompt(tuple(torch.randint(2, VOCAB, (9,), generator=g).tolist()), first + i, i) for i in range(count)]
+
+
+def check(completions: Sequence[Completion], models: dict[int, Any], asked: Sequence[Prompt]) -> None:
+    """All there, in order, with the log-probs that transformers gives under the weights of their version."""
+    assert [c.uid for c in completions] == [p.uid(i, GROUP) for p in asked for i in range(GROUP)]
+    for c in completions:
+        want = logprobs(models[c.weight_version], list(c.prompt.tokens), list(c.tokens), TEMPERATURE)
+        assert (torch.tensor(c.logprobs) - want).abs().max() < 1e-4
+        assert (c.finish_reason == "stop") == (c.tokens[-1] == EOS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    made = {}
+    for name, case, seed in (("m1", "qwen3-untied", 1), ("m2", "qwen3-untied", 2), ("qwen2", "qwen2-tied", 3),
+                             ("llama", "llama-untied-scaled", 4)):  # fmt: skip
+        made[name] = random_model(root / name, CASES[case], seed=seed, vocab_size=VOCAB, **ENGINE_SIZES)
+    return made
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process of ours and no shared memory is left behind."""
+    before = set(os.listdir("/dev/shm")), {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 20
+    while True:
+        segments = set(os.listdir("/dev/shm")) - before[0]
+        children = {p.pid for p in psutil.Process().children(recursive=True)} - before[1]
+        if not segments and not children:
+            return
+        assert time.monotonic() < deadline, (segments, children)
+        time.sleep(0.2)
+
+
+def kill_server(of: VllmServerEngine) -> None:
+    os.kill(of._servers[0].process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServerEngine]:
+    made = engine(VllmServerEngine, models["m1"], tmp_path_factory.mktemp("server"))
+    yield made
+    made.close()
+
+
+class TestServer:
+    pytestmark = real_engine
+
+    def test_samples_are_the_policys(self, server: VllmServerEngine, models: dict[str, Path]) -> None:
+        policy = FolderPolicy(models["m1"])
+        server.load_weights(policy, 0)
+        asked = prompts(0)
+        first = server.submit(asked, GROUP).result(0)
+        check(first, {0: load(models["m1"])}, asked)
+        assert len({c.tokens for c in first[:GROUP]}) > 1, "a group is not one answer"
+        again = server.submit(asked, GROUP).result(0)
+        assert [c.tokens for c in again] == [c.tokens for c in first], "seeds make a rerun the same"
+        policy.become(models["m2"])
+        server.load_weights(policy, 1)
+        check(server.submit(asked, GROUP).result(1), {1: load(models["m2"])}, asked)
+        found = server.metrics()
+        assert found["engine/weight_version"] == 1 and found["engine/tokens"] > 0 < found["sync/seconds"]
+        assert found["sync/bytes"] == sum(x.nbytes for x in policy.parameters.values())
+        counted = {k: v for k, v in found.items() if k.startswith("engine/") and not k.endswith(("version", "tokens"))}
+        assert counted and not any(counted.values()), counted
+
+    def test_a_push_into_running_requests_mixes_nothing(
+        self, models: dict[str, Path], server: VllmServerEngine
+    ) -> None:
+        policy = FolderPolicy(models["m2"])
+        server.load_weights(policy, 10)
+        server.sampling = SamplingConfig(max_response_length=80, temperature=TEMPERATURE, seed=5)
+        server._pool.sampling = server.sampling
+        server.metrics()
+        asked = prompts(100, 24)
+        running = server.submit(asked, GROUP)
+        time.sleep(0.3)
+        policy.become(models["m1"])
+        server.load_weights(policy, 11)
+        check(running.result(11), {10: load(models["m2"]), 11: load(models["m1"])}, asked)
+        found = server.metrics()
+        assert found["engine/aborted"] + found["engine/wrong_version"] > 0 and found["engine/retried"] > 0
+
+    def test_another_model_is_refused_and_the_engine_goes_on(
+        self, server: VllmServerEngine, models: dict[str, Path]
+    ) -> None:
+        policy = FolderPolicy(models["m1"])
+        server.load_weights(policy, 20)
+        missing = FolderPolicy(models["m1"])
+        del missing.parameters["decoder.layers.2.self_attention.linear_qkv.weight"]
+        wrong_shape, wrong_dtype = FolderPolicy(models["m1"]), FolderPolicy(models["m1"])
+        wrong_shape.parameters["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(128, 90)
+        wrong_dtype.parameters["decoder.final_layernorm.weight"] = torch.zeros(128, dtype=torch.bfloat16)
+        for bad, words in (
+            (missing, r"sends no model\.layers\.2\.self_attn\.k_proj\.weight, and 2 more are missing"),
+            (wrong_shape, r"layers\.1\.mlp\.linear_fc2\.weight is \[128, 90\] in the trainer"),
+            (wrong_dtype, r"final_layernorm\.weight is bfloat16 in the trainer and float32 in the engine"),
+        ):
+            server._sender = None
+            with pytest.raises(PlanRefusedError, match=words):
+                server.load_weights(bad, 21)
+        # an engine that took its part of a push that failed elsewhere is still good for the next one
+        other = KeepingEngine(ModelShape.from_folder(models["m1"]), answers={"update": RuntimeError("no room")})
+        both = WeightSender(
+            policy.sharded_weights(other.of), transport="gloo", bucket_bytes=1 << 20, device=CPU, timeout=30
+        )
+        both.connect([server._servers[0].client, other])
+        with pytest.raises(WeightSyncError, match=r"kept: no room"):
+            both.push(21)
+        server._sender = None
+        server.load_weights(policy, 22)
+        asked = prompts(200)
+        check(server.submit(asked, GROUP).result(22), {22: load(models["m1"])}, asked)
+        assert server.metrics()["engine/restarts"] == 0
+
+    def test_a_server_killed_while_it_samples_and_again_while_it_takes_weights(
+        self, server: VllmServerEngine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        policy = FolderPolicy(models["m2"])
+        server.load_weights(policy, 30)
+        server.metrics()
+        asked = prompts(300, 24)
+        running = server.submit(asked, GROUP)
+        kill_server(server)
+        seal, kills = sender_module.seal, []
+
+        def die_at_the_second_bucket(message: torch.Tensor, version: int, bucket: int) -> None:
+            if bucket == 1 and not kills:
+                kills.append(version)
+                kill_server(server)
+            seal(message, version, bucket)
+
+        monkeypatch.setattr(sender_module, "seal", die_at_the_second_bucket)
+        policy.become(models["m1"])
+        check(running.result(31), {30: load(models["m2"]), 31: load(models["m1"])}, asked)
+        found = server.metrics()
+        assert kills == [31] and found["engine/restarts"] == 2 and found["engine/failed_syncs"] == 1
+        assert found["engine/retried"] > 0 and server.weight_version == 31
+
+    def test_two_runs_on_one_host(
+        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path, nothing_left: None
+    ) -> None:
+        other = engine(VllmServerEngine, models["m2"], tmp_path)
+        try:
+            server.load_weights(FolderPolicy(models["m1"]), 40)
+            server._sender = None
+            server.load_weights(FolderPolicy(models["m1"]), 41)
+            other.load_weights(FolderPolicy(models["m2"]), 7)
+            assert server._urls != other._urls
+            asked = prompts(400)
+            mine, theirs = server.submit(asked, GROUP), other.submit(asked, GROUP)
+            check(mine.result(41), {41: load(models["m1"])}, asked)
+            check(theirs.result(7), {7: load(models["m2"])}, asked)
+        finally:
+            other.close()
+
+
+class TestColocated:
+    pytestmark = real_engine
+
+    @pytest.mark.parametrize("name", ["qwen2", "llama"])
+    def test_the_engine_samples_as_the_policy_and_survives_its_process(
+        self, models: dict[str, Path], tmp_path: Path, name: str, nothing_left: None
+    ) -> None:
+        policy, model = FolderPolicy(models[name]), load(models[name])
+        made = engine(VllmColocatedEngine, models[name], tmp_path)
+        try:
+            made.load_weights(policy, 0)
+            asked = prompts(0)
+            first = made.submit(asked, GROUP).result(0)
+            check(first, {0: model}, asked)
+            for parameter in policy.parameters.values():
+                parameter.mul_(1.05)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            made.load_weights(policy, 1)
+            check(made.submit(asked, GROUP).result(1), {1: model}, asked)
+            if name == "llama":
+                return
+            os.kill(made._child._process.pid, signal.SIGKILL)
+            check(made.submit(asked, GROUP).result(1), {1: model}, asked)
+            found = made.metrics()
+            assert (found["engine/restarts"], found["engine/server_failures"]) == (1, 1)
+            assert found["engine/retried"] == len(asked)
+        finally:
+            made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_engine_that_gets_its_own_weights_back_answers_as_before(
+    models: dict[str, Path], tmp_path: Path, dtype: str
+) -> None:
+    """Both ways into vLLM: on a CPU it may pack float32 weights and take bfloat16 ones as they are."""
+    child = VllmChild(llm_options(models["m2"], 96, dtype=dtype), tmp_path / "log", timeout=60, startup_timeout=400)
+    try:
+        asked = greedy_prompts(VOCAB)
+        fresh = answers(child.generate(asked, [PARAMS] * len(asked)))
+        shape = ModelShape.from_folder(models["m2"])
+        for version, (name, same) in enumerate((("m1", False), ("m2", True))):
+            policy = FolderPolicy(models[name])
+            held = {n: x.to(getattr(torch, dtype)) for n, x in policy.parameters.items()}
+            weights = ShardedWeights(shape, shape.padded_vocab_size(8, 1), held)
+            sender = WeightSender(weights, transport="shared-memory", bucket_bytes=99_999, device=CPU, timeout=60)
+            sender.connect([child])
+            sender.push(version)
+            sender.close()
+            found = answers(child.generate(asked, [PARAMS] * len(asked)))
+            assert [a["tokens"] == b["tokens"] for a, b in zip(found, fresh, strict=True)] == [same] * len(asked)
+        check_same(found, fresh, 0.0)
+    finally:
+        child.close()
+
+
+def test_devices_of_spawned_servers_lie_behind_those_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert server_devices(0, 1, CPU) == {}
+    assert server_devices(1, 1, cuda) == {"CUDA_VISIBLE_DEVICES": "3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,4,6")
+    assert server_devices(0, 2, cuda) == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    with pytest.raises(ValueError, match=r"--rl-vllm-servers and .* need GPUs 4 to 5 .* got 4 GPUs"):
+        server_devices(1, 2, cuda)
+
+
+def test_devices_of_a_colocated_engine_are_its_replicas() -> None:
+    assert replica_devices([("a", "3"), ("a", "1")], 1) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+    with pytest.raises(ValueError, match=r"--rl-vllm-tensor-parallel-size must be at most the 1 ranks .*, got 2"):
+        replica_devices([("a", "0")], 2)
+    with pytest.raises(ValueError, match=r"--rl-engine vllm-colocated needs each replica on one node, got one on a, b"):
+        replica_devices([("a", "0"), ("b", "0")], 1)
