@@ -92,6 +92,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(VllmConfig, "server_urls", "--rl-vllm-server-url", "servers that run already (examples/serve_vllm.sh); without any, rank 0 starts them"),
         Flag(VllmConfig, "servers", "--rl-vllm-servers", "servers that rank 0 starts"),
         Flag(VllmConfig, "host", "--rl-vllm-host", "address that a started server listens on; another than loopback needs VLLM_API_KEY"),
+        Flag(VllmConfig, "python", "--rl-vllm-python", "Python of the environment that has vLLM and this package; default: the one that trains"),
         Flag(VllmConfig, "tensor_parallel_size", "--rl-vllm-tensor-parallel-size", "tensor parallelism of each engine"),
         Flag(VllmConfig, "max_num_seqs", "--rl-vllm-max-num-seqs", "sequences that an engine decodes at once"),
         Flag(VllmConfig, "memory_gib", "--rl-vllm-memory-gib", "key-value cache of an engine on a CPU"),

@@ -142,6 +142,7 @@ class VllmConfig:
     server_urls: tuple[str, ...] = ()  # servers that the user started; without any they are spawned
     servers: int = 1  # spawned servers
     host: str = "127.0.0.1"  # address that a spawned server listens on
+    python: str = ""  # interpreter that runs what we start, where vLLM has an environment of its own; "": this one
     tensor_parallel_size: int = 1  # of each engine
     max_num_seqs: int = 256  # sequences that an engine decodes at once
     memory_gib: float = 2.0  # key-value cache of an engine on a CPU

@@ -19,9 +19,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_replay.engines.child_process import ChildProcess, clean_environment
+from megatron_replay.engines.child_process import ChildProcess
 from megatron_replay.engines.group_request import RawSample
 from megatron_replay.engines.vllm_client import EngineError
+from megatron_replay.engines.vllm_command import engine_environment
 
 KEY_VARIABLE = "MEGATRON_REPLAY_CHILD_KEY"
 LOG_LINES = 20
@@ -85,7 +86,7 @@ class VllmChild:
 
     Each method of LlmEngine is one here, with the same arguments; it runs in the child. One that fails raises
     EngineError; one that is not answered within `timeout` seconds ends the child, since nothing tells what it would
-    still do. `options` are those of vLLM's LLM().
+    still do. `options` are those of vLLM's LLM(), `python` an interpreter that has vLLM ("": this one).
     """
 
     def __init__(
@@ -95,14 +96,19 @@ class VllmChild:
         *,
         timeout: float,
         startup_timeout: float,
+        python: str = "",
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.timeout = timeout
         key = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            command = [sys.executable, "-m", "megatron_replay.engines.vllm_child", str(port), json.dumps(dict(options))]
-            self._process = ChildProcess(command, _environment(key, env or {}), log_path)
+            interpreter = python or sys.executable
+            command = [interpreter, "-m", "megatron_replay.engines.vllm_child", str(port), json.dumps(dict(options))]
+            # the engine in the child's own process, not in one more
+            own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", KEY_VARIABLE: key}
+            variables = engine_environment(options.get("tensor_parallel_size", 1), **own, **(env or {}))
+            self._process = ChildProcess(command, variables, log_path)
             self.name = f"the vLLM process {self._process.pid}"
             try:
                 self._line = self._meet(server, key, startup_timeout)
@@ -165,17 +171,6 @@ class VllmChild:
         log = self._process.log_tail(LOG_LINES)
         words = f"the process ended (exit code {self._process.returncode}); the end of {self._process.log_path}:\n{log}"
         return EngineError("unreachable", self.name, method, words)
-
-
-def _environment(key: str, more: Mapping[str, str]) -> dict[str, str]:
-    quiet = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_NO_USAGE_STATS": "1"}
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    # the engine in the child's own process, not in one more
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", KEY_VARIABLE: key}
-    env = clean_environment(**quiet, **offline, **own, **more)
-    # it would overrule kv_cache_memory_bytes
-    env.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    return env
 
 
 def _sample(output: Any) -> RawSample:

@@ -70,6 +70,7 @@ class VllmColocatedEngine(VllmEngine):
             self.log_folder / f"vllm-colocated-{self.ranks.data.rank}.log",
             timeout=self.config.sync_timeout,
             startup_timeout=self.config.startup_timeout,
+            python=self.config.python,
             env=self._devices,
         )
         return True

@@ -92,24 +92,30 @@ def server_command(config: VllmConfig, model: ServedModel, port: int) -> list[st
     else:
         options["gpu-memory-utilization"] = config.gpu_memory_utilization
     named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
+    return [config.python or sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
 
 
-def server_environment(config: VllmConfig, api_key: str | None, **extra: str) -> dict[str, str]:
-    """The server's variables: the routes of weight transfer are on, the network is not asked."""
+def engine_environment(workers: int, **extra: str) -> dict[str, str]:
+    """The variables of a process that runs vLLM with this many workers: none of torchrun's, and no question to the
+    network."""
     settings = {
-        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-    if config.tensor_parallel_size > 1:
+    if workers > 1:
         # on a CPU vLLM would bind each worker to a NUMA node of its own, and fail where there are fewer
         settings["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     env = clean_environment(**(settings | extra))
-    # it would overrule --kv-cache-memory-bytes
+    # it would overrule the size of the key-value cache that we give in bytes
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return env
+
+
+def server_environment(config: VllmConfig, api_key: str | None, **extra: str) -> dict[str, str]:
+    """The server's variables: the routes of weight transfer are on, the key goes where no command line shows it."""
+    env = engine_environment(config.tensor_parallel_size, VLLM_SERVER_DEV_MODE="1", **extra)
     env.pop(KEY_VARIABLE, None)
     return env | ({KEY_VARIABLE: api_key} if api_key else {})
 

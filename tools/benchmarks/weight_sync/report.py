@@ -1,0 +1,80 @@
+"""Report: everything one run has found; written to JSON as each row is finished, so that a cut run keeps its rows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..command_line import aligned
+from ..json_file import write_json
+from .row import Row
+
+TITLES = ("transport", "trainer", "engine", "MB", "messages", "s", "floor s", "ratio", "GB/s")
+
+
+@dataclass
+class Report:
+    header: dict[str, Any]  # versions, settings, commit
+    path: Path | None = None
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)  # what cannot run here
+    complete: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.complete and all(r.passed for r in self.rows)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.say(str(row))
+        self.write()
+
+    def finish(self) -> None:
+        self.complete = True
+        self.write()
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "complete": self.complete,
+            "passed": self.passed,
+            **self.header,
+            "rows": [asdict(r) for r in self.rows],
+            "skipped": self.skipped,
+        }
+
+    def write(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self.data())
+
+    def table(self) -> str:
+        """Aligned columns, what is wrong with a row that has no time, and where a push spends its time."""
+        lines = aligned([TITLES, *map(_cells, self.rows)], left=3)
+        errors = ["", *("" if r.error is None else f"  {r.error}" for r in self.rows)]
+        text = [line + error for line, error in zip(lines, errors, strict=True)]
+        text += [f"not measured: {s['transport']}, {s['why']}" for s in self.skipped]
+        for row in self.rows:
+            for end, seconds in (row.phases or {}).items():
+                parts = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items())
+                text.append(f"{row.transport}, engine {row.engine_layout}, seconds of the {end}: {parts}")
+        return "\n".join(text)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(x: float | None, digits: int) -> str:
+        return "-" if x is None else f"{x:.{digits}f}"
+
+    return (
+        row.transport,
+        row.trainer_layout,
+        row.engine_layout,
+        f"{row.bytes / 1e6:.1f}",
+        "-" if row.messages is None else str(row.messages),
+        number(row.seconds, 3),
+        number(row.floor_seconds, 3),
+        number(row.ratio, 2),
+        number(row.gigabytes_per_second, 2),
+    )
