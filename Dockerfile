@@ -1,5 +1,5 @@
 # Trainer image; not built in CI. torch, Transformer Engine and apex are the base image's and are never reinstalled.
-# (The PyPI project called "apex" is something else.)
+# (The PyPI project called "apex" is something else.) vLLM has an image or an environment of its own: docs/rollouts.md.
 ARG BASE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${BASE}
 

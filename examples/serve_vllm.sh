@@ -4,7 +4,7 @@
 #   examples/serve_vllm.sh MODEL [PORT] [more vLLM options]     e.g. ... Qwen3-0.6B 8000 --tensor-parallel-size 2
 #
 # MODEL is a Hugging Face folder; its weights are not read: the trainer pushes all of them first. The trainer finds
-# the server by --rl-vllm-server-urls http://HOST:PORT. Environment:
+# the server by --rl-vllm-server-url http://HOST:PORT. Environment:
 #   HOST          address to listen on; default 127.0.0.1, any other one needs VLLM_API_KEY
 #   VLLM_API_KEY  key that every request must carry; the trainer reads the same variable
 #   PYTHON        interpreter that has vllm and megatron_replay; default python

@@ -244,6 +244,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--rl-generation-lag must be 0 with --rl-engine {args.rl_engine}, which samples on what trains, "
             f"got {args.rl_generation_lag}"
         )
+    if args.rl_engine == "vllm-server" and args.rl_vllm_max_num_seqs < max(args.grpo_group_size, args.eval_samples):
+        parser.error(
+            f"--rl-vllm-max-num-seqs must hold a group of --grpo-group-size {args.grpo_group_size} and "
+            f"--eval-samples {args.eval_samples}, got {args.rl_vllm_max_num_seqs}"
+        )
     # the dataclasses check the rest: a bad value ends here, before any process group starts
     grpo_config(args)
     optimizer_options(args)

@@ -73,8 +73,10 @@ def test_with_a_server_and_no_learning_the_gap_stays_flat(tmp_path: Path) -> Non
 @pytest.mark.slow
 @real_engine[1]
 def test_one_step_ahead_every_rollout_is_born_with_the_weights_that_sampled_it(tmp_path: Path) -> None:
+    """Two data-parallel ranks: one feeds the server, both send requests."""
     rows = run(
         tmp_path / "run", "vllm-server", 8, "--rl-generation-lag", 1, "--rl-replay-warmup-steps", 3,
+        "--tensor-model-parallel-size", 1,
         "--rl-replay-tau-max", 2, "--eval-prompts", 0, "--rl-replay-age-metrics",
     )  # fmt: skip
     assert [r["engine/weight_version"] for r in rows] == [0, 0, 1, 2, 3, 4, 5, 6]
@@ -86,9 +88,12 @@ def test_one_step_ahead_every_rollout_is_born_with_the_weights_that_sampled_it(t
     assert all(r["replay/age_max"] == r["replay/age_mean"] == 2 for r in rows[3:])
 
 
-def test_what_cannot_run_ahead_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for engine in ("embedded", "vllm-colocated"):
         with pytest.raises(SystemExit):
             parse_args([f"@{FLAGS}", "--rl-engine", engine, "--rl-generation-lag", "1"])
         said = capsys.readouterr().err
         assert f"--rl-generation-lag must be 0 with --rl-engine {engine}, which samples on what trains, got 1" in said
+    with pytest.raises(SystemExit):
+        parse_args([f"@{FLAGS}", "--rl-engine", "vllm-server", "--rl-vllm-max-num-seqs", "4"])
+    assert "--rl-vllm-max-num-seqs must hold a group of --grpo-group-size 8" in capsys.readouterr().err

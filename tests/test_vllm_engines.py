@@ -291,6 +291,22 @@ def test_an_engine_that_gets_its_own_weights_back_answers_as_before(
         child.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "transport", "words"),
+    [
+        (VllmServerEngine, "nccl", r"--rl-vllm-transport nccl needs GPUs; auto is gloo here"),
+        (VllmColocatedEngine, "cuda-ipc", r"--rl-vllm-transport cuda-ipc needs GPUs; auto is shared-memory here"),
+        (VllmColocatedEngine, "nccl", r"--rl-vllm-transport nccl needs GPUs"),
+    ],
+)
+def test_a_transport_that_cannot_work_is_refused(
+    models: dict[str, Path], tmp_path: Path, kind: type[VllmEngine], transport: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine(kind, models["m1"], tmp_path, transport=transport)
+    assert engine(kind, models["m1"], tmp_path).transport == kind.AUTO["cpu"]
+
+
 def test_devices_of_spawned_servers_lie_behind_those_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_replay.engines.group_request import GroupRequest
 from megatron_replay.engines.vllm_child import VllmChild
@@ -25,12 +25,12 @@ from megatron_replay.weight_sync.transports.cuda_ipc import refuse_expandable_se
 class VllmColocatedEngine(VllmEngine):
     """One child for each replica; lost with a call that fails, and started again."""
 
+    AUTO: ClassVar = {"cpu": "shared-memory", "cuda": "cuda-ipc"}
+    IMPOSSIBLE: ClassVar = {"nccl": "cannot join two processes on one GPU"}
+
     def __init__(self, *args: Any, log_folder: str | Path) -> None:
         super().__init__(*args)
         cuda = self.ranks.device.type == "cuda"
-        self.transport = self.config.transport
-        if self.transport == "auto":
-            self.transport = "cuda-ipc" if cuda else "shared-memory"
         if cuda:
             refuse_expandable_segments(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
             refuse_expandable_segments(os.environ.get("PYTORCH_ALLOC_CONF", ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -31,7 +31,9 @@ class VllmEngine:
     and asked for again. After config.retries such rounds the failure is raised, in the engine's own words.
     """
 
-    transport: str
+    # what --rl-vllm-transport auto is on a CPU and on a GPU, and what cannot work there
+    AUTO: ClassVar[dict[str, str]]
+    IMPOSSIBLE: ClassVar[dict[str, str]] = {}
     # how often each of these happened since the last `metrics`; all are reported, also at 0
     COUNTS = ("restarts", "failed_syncs", "retried", "timed_out", "aborted", "server_failures", "wrong_version")
 
@@ -46,6 +48,7 @@ class VllmEngine:
     ) -> None:
         self.config, self.sampling, self.eos_id, self.model, self.shape = config, sampling, eos_id, model, shape
         self.ranks = ranks
+        self.transport = self._transport()
         self.weight_version = -1
         self.counts: Counter[str] = Counter()
         self._policy: ShardedPolicy | None = None
@@ -108,6 +111,13 @@ class VllmEngine:
         raise NotImplementedError
 
     # What they share.
+
+    def _transport(self) -> str:
+        device, asked = self.ranks.device.type, self.config.transport
+        why = "" if device == "cuda" else {"nccl": "needs GPUs", "cuda-ipc": "needs GPUs"}.get(asked, "")
+        if why := why or self.IMPOSSIBLE.get(asked, ""):
+            raise ValueError(f"--rl-vllm-transport {asked} {why}; auto is {self.AUTO[device]} here")
+        return self.AUTO[device] if asked == "auto" else asked
 
     def _sync(self, version: int, suspect: bool = False) -> None:
         """Push until every engine holds the whole set. `suspect`: engines that look alive may not be."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch
@@ -36,9 +36,10 @@ class VllmServerEngine(VllmEngine):
     A server of ours that is gone is started again; one of the user's is left out until it answers again.
     """
 
+    AUTO: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
+
     def __init__(self, *args: Any, log_folder: str | Path, progress: bool = False) -> None:
         super().__init__(*args)
-        self.transport = _transport(self.config.transport, self.ranks.device)
         self.log_folder, self.progress = Path(log_folder), progress
         self._key = os.environ.get(KEY_VARIABLE)
         urls = self.config.server_urls
@@ -151,12 +152,6 @@ def server_devices(number: int, size: int, device: torch.device) -> dict[str, st
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(found)))).split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + size])}
-
-
-def _transport(asked: str, device: torch.device) -> str:
-    if asked != "auto":
-        return asked
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _stop(server: Server) -> None:
