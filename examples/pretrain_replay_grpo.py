@@ -232,7 +232,6 @@ def make_engine(
     args: argparse.Namespace, config: GrpoConfig, policy: MegatronPolicy, shape: ModelShape, tokenizer: Tokenizer
 ) -> AnyEngine:
     groups = policy.groups
-    replica = groups.replica if groups.tensor_size * groups.pipeline_size > 1 else None
     served = ServedModel(
         folder=Path(args.load_hf),
         dtype="bfloat16" if args.bf16 else "float32",
@@ -248,7 +247,7 @@ def make_engine(
         arguments.vllm_config(args),
         served,
         shape,
-        EngineRanks(groups.data_parallel(), replica, groups.device),
+        EngineRanks.build(groups.data_parallel(), groups.replica, groups.device),
         log_folder=Path(args.run_dir, "engine"),
         # on a terminal alone: in a file every step would leave a line
         progress=dist.get_rank() == 0 and sys.stderr.isatty(),

@@ -99,7 +99,7 @@ def test_a_failure_anywhere_is_raised_and_the_engine_stays_paused(answers: dict,
     sender.connect([engine, other])
     sender.push(5)
     for e in (engine, other):
-        assert e.calls[-7:] == GOOD and e.version == 5
+        assert [c for c in e.calls if c != "give up"][-7:] == GOOD and e.version == 5
         assert all(torch.equal(e.tensors[n], x) for n, x in hf_tensors(shape()).items())
 
 

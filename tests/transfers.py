@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_replay.weight_sync.engine_control import NO_VERSION
 from megatron_replay.weight_sync.hf_mapping import find_rule, megatron_names, megatron_shape, shard, to_hf
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver
@@ -85,6 +84,7 @@ class KeepingEngine:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     receiver: WeightReceiver | None = None
     version: int | None = None
+    open: bool = False
 
     def world_size(self) -> int:
         return 1
@@ -111,11 +111,11 @@ class KeepingEngine:
         )
 
     def start_weight_update(self) -> None:
+        assert not self.open
         self._say("start")
+        self.open = True
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        if info["version"] == NO_VERSION:
-            raise RuntimeError("the push was given up")
         assert self.receiver is not None
         try:
             self._say("update")
@@ -124,8 +124,12 @@ class KeepingEngine:
             self.receiver.close()
             raise
 
-    def finish_weight_update(self, version: int) -> None:
-        self._say("finish")
+    def transfer_status(self) -> list[dict[str, Any]]:
+        return [{"open": self.open, "problem": None, "refused": False}]
+
+    def finish_weight_update(self, version: int | None) -> None:
+        self.open = False
+        self._say("give up" if version is None else "finish")
         self.version = version
 
     def weight_version(self) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_replay.engines.group_request import RawSample
+from megatron_replay.engines.vllm_command import BACKEND, WORKER_EXTENSION
 
 NEW_TOKENS = 24
 PARAMS: dict[str, Any] = {
@@ -32,7 +33,8 @@ def llm_options(folder: Path, max_model_len: int, *, load_format: str = "auto", 
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": "megatron_replay"},
+        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
         **more,
     }
 

@@ -56,8 +56,11 @@ class LlmEngine:
     def update_weights(self, info: Mapping[str, Any]) -> None:
         self._llm.update_weights({"update_info": dict(info)})
 
-    def finish_weight_update(self, version: int) -> None:
-        self._llm.finish_weight_update(str(version))
+    def finish_weight_update(self, version: int | None) -> None:
+        self._llm.finish_weight_update(None if version is None else str(version))
+
+    def transfer_status(self) -> list[dict[str, Any]]:
+        return self._llm.collective_rpc("transfer_status")
 
     def weight_version(self) -> int | None:
         said = self._llm.get_weight_version()

@@ -97,9 +97,17 @@ class VllmClient:
     def update_weights(self, info: Mapping[str, Any]) -> None:
         self._call("POST", "/update_weights", body={"update_info": info})
 
-    def finish_weight_update(self, version: int) -> None:
-        """Finish, and label what is sampled from now on with `version`."""
-        self._call("POST", "/finish_weight_update", body={"weight_version": str(version)})
+    def finish_weight_update(self, version: int | None) -> None:
+        """Finish, and label what is sampled from now on with `version`; None: give up, and label nothing."""
+        body = None if version is None else {"weight_version": str(version)}
+        self._call("POST", "/finish_weight_update", body=body)
+
+    def transfer_status(self) -> list[dict[str, Any]]:
+        """What each worker's last call to the transfer engine came to."""
+        answer = self._call("POST", "/collective_rpc", body={"method": "transfer_status"})
+        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list):
+            raise self._answer("POST /collective_rpc", f"no results in {_shortened(str(answer))}")
+        return answer["results"]
 
     def weight_version(self) -> int | None:
         """The last version finished, or None where no weights were ever pushed."""

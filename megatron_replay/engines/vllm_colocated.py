@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 from megatron_replay.engines.group_request import GroupRequest
 from megatron_replay.engines.vllm_child import VllmChild
 from megatron_replay.engines.vllm_client import EngineError
-from megatron_replay.engines.vllm_command import BACKEND
+from megatron_replay.engines.vllm_command import BACKEND, WORKER_EXTENSION
 from megatron_replay.engines.vllm_engine import VllmEngine
 from megatron_replay.rollout import Completion, Prompt
-from megatron_replay.weight_sync.transports.cuda_ipc import refuse_expandable_segments
 
 
 class VllmColocatedEngine(VllmEngine):
@@ -31,9 +30,6 @@ class VllmColocatedEngine(VllmEngine):
     def __init__(self, *args: Any, log_folder: str | Path) -> None:
         super().__init__(*args)
         cuda = self.ranks.device.type == "cuda"
-        if cuda:
-            refuse_expandable_segments(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-            refuse_expandable_segments(os.environ.get("PYTORCH_ALLOC_CONF", ""))
         self.log_folder = Path(log_folder)
         self._devices = (
             replica_devices(self.ranks.of_replica(_place()), self.config.tensor_parallel_size) if cuda else {}
@@ -63,7 +59,7 @@ class VllmColocatedEngine(VllmEngine):
         if self._child is not None:
             self.counts["restarts"] += 1
             self._child.close()
-        self._child = None
+        self._child, self._asleep = None, False
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._child = VllmChild(
             self._options(),
@@ -88,7 +84,6 @@ class VllmColocatedEngine(VllmEngine):
                 [request.params(p) for p in prompts],
                 timeout=self.config.request_timeout,
             )
-            self._sleep()
         except EngineError as error:
             self.counts["timed_out" if error.kind == "timeout" else "server_failures"] += 1
             return [], list(prompts), [str(error)] * len(prompts)
@@ -125,6 +120,7 @@ class VllmColocatedEngine(VllmEngine):
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "weight_transfer_config": {"backend": BACKEND},
+            "worker_extension_cls": WORKER_EXTENSION,
             **memory,
             **(parallel if self.config.tensor_parallel_size > 1 else {}),
         }
@@ -135,11 +131,17 @@ class VllmColocatedEngine(VllmEngine):
             self._child.wake_up(part)
             self._asleep = part == "weights"
 
-    def _sleep(self) -> None:
-        if self.ranks.device.type == "cuda":
+    def rest(self) -> None:
+        """On GPUs, give the memory back before the policy trains. Weights go too: the next use begins with a push."""
+        if self.ranks.device.type != "cuda":
+            return
+        if self.ranks.leads:
             assert self._child is not None
             self._child.sleep()
             self._asleep = True
+        # no rank of the replica goes on before its GPU is free
+        self.ranks.from_leader(None)
+        self.weight_version = -1
 
 
 @dataclass
@@ -157,7 +159,9 @@ class PendingGroups:
         reasons: list[str] = []
         if self.engine.ranks.leads:
             done, failed, reasons = self.engine.sample(self.prompts, self.group_size)
-        return self.engine._complete(done, failed, reasons, self.group_size, version)
+        completions = self.engine._complete(done, failed, reasons, self.group_size, version)
+        self.engine.rest()
+        return completions
 
 
 def replica_devices(places: Sequence[tuple[str, str]], size: int) -> dict[str, str]:

@@ -22,12 +22,14 @@ from megatron_replay.config import VllmConfig
 from megatron_replay.engines.child_process import ChildProcess, clean_environment, reserve_port
 from megatron_replay.engines.require_api_key import KEY_VARIABLE
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
+from megatron_replay.weight_sync.transports.addresses import ELSEWHERE, address_towards
 
 # the weight-transfer interface changes between minor versions
 PINNED_VLLM = "0.32"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "megatron_replay.engines.require_api_key.RequireApiKey"
 BACKEND = "megatron_replay"
+WORKER_EXTENSION = "megatron_replay.engines.vllm_weight_transfer.TransferStatus"
 SERVED_MODEL_NAME = "policy"
 PORT_TAKEN = "address already in use"
 STARTS = 3  # times that a server is started which finds its port taken
@@ -85,6 +87,7 @@ def server_command(config: VllmConfig, model: ServedModel, port: int) -> list[st
     switches += ["disable-uvicorn-access-log", "disable-log-stats", "disable-fastapi-docs"]
     if model.backend is not None:
         options["weight-transfer-config"] = json.dumps({"backend": model.backend})
+        options["worker-extension-cls"] = WORKER_EXTENSION
     if model.device == "cpu":
         # in bytes: VLLM_CPU_KVCACHE_SPACE knows whole GiB only
         options["kv-cache-memory-bytes"] = int(config.memory_gib * 2**30)
@@ -241,9 +244,17 @@ def _listening_ports(pid: int) -> set[int]:
     return {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
+def _own_address(host: str) -> str:
+    try:
+        return address_towards(ELSEWHERE)
+    except OSError:
+        # no way leads out: the callers are here
+        return "127.0.0.1" if host == "0.0.0.0" else "::1"
+
+
 def _reachable(host: str) -> str:
     """The address to call a server that listens on `host`, as it stands in a URL."""
     if host in ("0.0.0.0", "::"):
-        # every address of this machine; the caller is on it
-        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+        # every address of this machine, also for callers elsewhere: the one that its way to the world begins with
+        host = _own_address(host)
     return f"[{host}]" if ":" in host else host

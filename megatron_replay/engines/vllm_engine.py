@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Protocol
-
-import torch
 
 from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.engines.engine_ranks import EngineRanks
@@ -17,6 +17,7 @@ from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sender import SyncReport, WeightSender
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
+from megatron_replay.weight_sync.transports.cuda_ipc import refuse_expandable_segments
 
 
 class ShardedPolicy(Protocol):
@@ -66,8 +67,7 @@ class VllmEngine:
         """Sums over all ranks since the last call: what went wrong, tokens handed out and the version of the weights
         that sampled them; and the last push."""
         names = [*self.COUNTS, "discarded_samples", "tokens"]
-        local = torch.tensor([self.counts[name] for name in names], dtype=torch.float64)
-        sums = self.ranks.from_leader(self.ranks.data.sum(local).tolist())
+        sums = self.ranks.sum_of_leaders([float(self.counts[name]) for name in names])
         totals = dict(zip(names, sums, strict=True))
         self.counts.clear()
         found = {f"engine/{name}": value for name, value in totals.items()}
@@ -117,15 +117,19 @@ class VllmEngine:
         why = "" if device == "cuda" else {"nccl": "needs GPUs", "cuda-ipc": "needs GPUs"}.get(asked, "")
         if why := why or self.IMPOSSIBLE.get(asked, ""):
             raise ValueError(f"--rl-vllm-transport {asked} {why}; auto is {self.AUTO[device]} here")
-        return self.AUTO[device] if asked == "auto" else asked
+        chosen = self.AUTO[device] if asked == "auto" else asked
+        if chosen == "cuda-ipc":
+            for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+                refuse_expandable_segments(os.environ.get(variable, ""))
+        return chosen
 
     def _sync(self, version: int, suspect: bool = False) -> None:
         """Push until every engine holds the whole set. `suspect`: engines that look alive may not be."""
-        connected, failure = self._sender is not None, ""
+        connected, failure, report = self._sender is not None, "", None
         for attempt in range(self.config.retries + 1):
-            failure, report = self._try_sync(version, connected, suspect or attempt > 0)
-            failed = self.ranks.any(bool(failure))
-            if not failed:
+            if attempt == 0 or failure:
+                failure, report = self._try_sync(version, connected, suspect or attempt > 0)
+            if not self.ranks.any(bool(failure)):
                 self.weight_version, self._report = version, self.ranks.from_first(report)
                 return
             connected = False
@@ -150,7 +154,7 @@ class VllmEngine:
         if failure:
             return failure, None
         assert self._policy is not None
-        weights = self._policy.sharded_weights(self.shape)
+        weights = replace(self._policy.sharded_weights(self.shape), replica=self.ranks.replica)
         try:
             if self._sender is None:
                 self._sender = WeightSender(

@@ -16,7 +16,7 @@ from megatron_replay.engines.child_process import ChildProcess
 from megatron_replay.engines.request_pool import PoolResult, RequestPool
 from megatron_replay.engines.require_api_key import KEY_VARIABLE
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
-from megatron_replay.engines.vllm_command import check_version, launch_server
+from megatron_replay.engines.vllm_command import check_version, is_loopback, launch_server
 from megatron_replay.engines.vllm_engine import VllmEngine
 from megatron_replay.rollout import Completion, Prompt
 
@@ -37,6 +37,7 @@ class VllmServerEngine(VllmEngine):
     """
 
     AUTO: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
+    IMPOSSIBLE: ClassVar = {"cuda-ipc": "needs an engine on the GPUs that train"}
 
     def __init__(self, *args: Any, log_folder: str | Path, progress: bool = False) -> None:
         super().__init__(*args)
@@ -45,6 +46,13 @@ class VllmServerEngine(VllmEngine):
         urls = self.config.server_urls
         self._servers = [Server(url) for url in urls] or [Server() for _ in range(self.config.servers)]
         self._spawned = not urls
+        self._reason = ""  # why a server that answers is left out
+        nodes = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if self._spawned and nodes and is_loopback(self.config.host):
+            raise ValueError(
+                f"--rl-vllm-host must be an address that the other nodes of the run reach, got {self.config.host!r}; "
+                f"0.0.0.0 is all of this node's, and needs {KEY_VARIABLE}"
+            )
         self._urls: tuple[str, ...] = ()
         self._pool: RequestPool | None = None
 
@@ -58,8 +66,7 @@ class VllmServerEngine(VllmEngine):
 
     def close(self) -> None:
         super().close()
-        if self._pool is not None:
-            self._pool.close()
+        self._end_pool()
         for server in self._servers:
             _stop(server)
 
@@ -70,8 +77,9 @@ class VllmServerEngine(VllmEngine):
         return [s.client for s in self._servers if s.client is not None]
 
     def host(self) -> str:
-        up = [s.url for s in self._servers if s.client is not None]
-        return (urlsplit(up[0]).hostname if up else None) or "127.0.0.1"
+        """One that other hosts reach too, where there is one."""
+        up = [urlsplit(s.url).hostname or "" for s in self._servers if s.client is not None]
+        return next((h for h in up if not is_loopback(h)), up[0] if up else "127.0.0.1")
 
     def revive(self, suspect: bool) -> bool:
         new = False
@@ -87,7 +95,8 @@ class VllmServerEngine(VllmEngine):
             else:
                 new |= self._find(server)
         if not self.controls():
-            raise EngineError("unreachable", ", ".join(s.url for s in self._servers), "start", "no server answers")
+            words = self._reason or "no server answers"
+            raise EngineError("unreachable", ", ".join(s.url for s in self._servers), "start", words)
         return new
 
     def sample(self, prompts: Sequence[Prompt], group_size: int) -> tuple[list[Completion], list[Prompt], list[str]]:
@@ -98,11 +107,17 @@ class VllmServerEngine(VllmEngine):
         super()._sync(version, suspect)
         urls = self.ranks.from_first(tuple(s.url for s in self._servers if s.client is not None))
         if self.ranks.leads and (urls != self._urls or self._pool is None):
-            if self._pool is not None:
-                self._pool.close()
+            self._end_pool()
             clients = [VllmClient(url, self._key, self.config.sync_timeout) for url in urls]
             self._pool = RequestPool(clients, self.sampling, self.eos_id, self.config)
         self._urls = urls
+
+    def _end_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            for client in self._pool.clients:
+                client.close()
+        self._pool = None
 
     def _counted(self, result: PoolResult) -> tuple[list[Completion], list[Prompt], list[str]]:
         self.counts.update(vars(result.counters))
@@ -116,12 +131,17 @@ class VllmServerEngine(VllmEngine):
         server.url = server.client.url
 
     def _find(self, server: Server) -> bool:
-        """Whether the user's server answers now."""
+        """Whether the user's server answers now; one of another version does not count, where another server does."""
         client = VllmClient(server.url, self._key, self.config.sync_timeout)
-        if client.healthy():
-            check_version(client)
-            server.client = client
-        return server.client is not None
+        try:
+            if client.healthy():
+                check_version(client)
+                server.client, self._reason = client, ""
+                return True
+        except EngineError as error:
+            self._reason = str(error)
+        client.close()
+        return False
 
 
 @dataclass

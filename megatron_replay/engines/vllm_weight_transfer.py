@@ -6,6 +6,8 @@ vLLM loads `register` in each of its processes (entry point `vllm.general_plugin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_replay.engines.vllm_command import BACKEND, PINNED_VLLM
-from megatron_replay.weight_sync.engine_control import NO_VERSION
-from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver
 from megatron_replay.weight_sync.transfer_plan import TransferPlan
@@ -46,8 +47,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker's end. A push that fails leaves the model whole in structure and mixed in content: `finish` refuses
-    it, and only another, whole push makes it good."""
+    """One worker's end. A push that fails leaves the model whole in structure and mixed in content; only another, whole
+    push makes it good."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -61,55 +62,71 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         self._shape = ModelShape.from_config(self.model_config.hf_config.to_dict(), str(self.model_config.model))
         self._receiver: WeightReceiver | None = None
-        self._loaded: set[str] | None = None  # parameters that the push has filled; None: no whole push yet
-        self._layerwise = False
+        self._whole = self._layerwise = False
+        self.problem: str | None = None  # of the last call
+        self.refused = False  # that problem is one of the plan
 
     def init_transfer_engine(self, info: InitInfo) -> None:
-        self.shutdown()
-        plan, parallel = TransferPlan.from_json(info.plan), self.parallel_config
-        plan.check(self._shape, str(self.model_config.dtype).removeprefix("torch."))
-        if not info.addresses:
-            return
-        self._receiver = WeightReceiver(
-            plan,
-            info.addresses,
-            shape=self._shape,
-            worker=info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            device=self.device,
-            timeout=info.timeout,
-        )
+        with self._kept():
+            self.shutdown()
+            plan, parallel = TransferPlan.from_json(info.plan), self.parallel_config
+            plan.check(self._shape, str(self.model_config.dtype).removeprefix("torch."))
+            if not info.addresses:
+                return
+            self._receiver = WeightReceiver(
+                plan,
+                info.addresses,
+                shape=self._shape,
+                worker=info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+                device=self.device,
+                timeout=info.timeout,
+            )
 
     def start_weight_update(self) -> None:
+        self._whole = False
         self._layerwise = reads_packed_weights(self.model)
         if self._layerwise:
             # every layer is built again from what is loaded, and packed again
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
-        self._loaded = None
-        filled: set[str] = set()
-        try:
-            if info.version == NO_VERSION:
-                raise WeightSyncError("the push was given up")
-            if self._receiver is None:
-                raise WeightSyncError("no trainer is connected")
-            self._receiver.receive(info.version, lambda tensors: filled.update(self.model.load_weights(tensors) or ()))
-            if self._shape.tied_embeddings:
-                # the embedding under its second name
-                filled.add("lm_head.weight")
-            if lacking := {name for name, _ in self.model.named_parameters()} - filled:
-                raise WeightSyncError(f"the push left {len(lacking)} parameters unfilled, the first is {min(lacking)}")
-        except BaseException:
-            # the trainer is told, and layers are taken out of a half-loaded state: the next push starts clean
-            self.shutdown()
-            self._finalize()
-            raise
-        self._loaded = filled
+        with self._kept():
+            filled: set[str] = set()
+            try:
+                if self._receiver is None:
+                    raise WeightSyncError("no trainer is connected")
+                self._receiver.receive(info.version, lambda some: filled.update(self.model.load_weights(some) or ()))
+                if self._shape.tied_embeddings:
+                    # the embedding under its second name
+                    filled.add("lm_head.weight")
+                if lacking := {name for name, _ in self.model.named_parameters()} - filled:
+                    raise WeightSyncError(f"{len(lacking)} parameters were not filled, the first is {min(lacking)}")
+                self._whole = True
+            except BaseException:
+                # tells the trainer
+                self.shutdown()
+                raise
 
     def finish_weight_update(self) -> None:
-        if self._loaded is None:
-            raise WeightSyncError("there is no whole push to finish: the engine holds a mixture of weights")
-        self._finalize()
+        """Also after a push that failed: layers leave their half-loaded state, and the next push starts clean."""
+        with self._kept():
+            self._finalize()
+            if not self._whole:
+                raise WeightSyncError("the push was not whole: the engine holds a mixture of weights")
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """What fails is kept for `TransferStatus` and not raised.
+
+        Where one of several workers raises, vLLM leaves the others' replies unread and takes them for the answers to
+        later calls.
+        """
+        self.problem, self.refused = None, False
+        try:
+            yield
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+            self.refused = isinstance(error, PlanRefusedError)
 
     def _finalize(self) -> None:
         if not self._layerwise:
@@ -125,6 +142,15 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None
+
+
+class TransferStatus:
+    """Mixed into vLLM's worker (its `worker_extension_cls`): what the last call to the transfer engine came to."""
+
+    def transfer_status(self) -> dict[str, Any]:
+        """open: an update was started and not finished; problem: words, or None; refused: it is one of the plan."""
+        engine = self.weight_transfer_engine
+        return {"open": self._weight_update_active, "problem": engine.problem, "refused": engine.refused}
 
 
 def reads_packed_weights(model: torch.nn.Module) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-NO_VERSION = -1  # an update of this version is refused by every engine
-
 
 class EngineControl(Protocol):
     """One engine: a server behind HTTP, or a child process behind a pipe. A call that fails or is late raises."""
@@ -21,9 +19,15 @@ class EngineControl(Protocol):
     def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
     def update_weights(self, info: dict[str, Any]) -> None:
-        """Take a push, of info["version"]. A refused one closes the session that `start_weight_update` opened."""
+        """Take a push, of info["version"]."""
 
-    def finish_weight_update(self, version: int) -> None: ...
+    def finish_weight_update(self, version: int | None) -> None:
+        """Close the update, and label what is sampled from now on; None: the update is given up."""
+
+    def transfer_status(self) -> list[dict[str, Any]]:
+        """For each worker, what its last call came to: open (an update is), problem (words or None), refused (the plan
+        was). Workers do not raise."""
+
     def weight_version(self) -> int | None: ...
     def reset_prefix_cache(self) -> bool:
         """Forget what was computed with other weights; False: refused."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_replay.weight_sync.engine_control import NO_VERSION, EngineControl
+from megatron_replay.weight_sync.engine_control import EngineControl
 from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.message import TRAILER_BYTES, message_bytes, seal
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 from megatron_replay.weight_sync.transfer_plan import TransferPlan, local_entries, make_plan
 from megatron_replay.weight_sync.transports import Sender, open_sender
+from megatron_replay.weight_sync.transports.addresses import address_towards
 
 T = TypeVar("T")
 CACHE_RESETS = 3  # times that a refused reset is asked for again
@@ -56,23 +55,14 @@ class WeightSender:
         self.close()
         self._engines = engines
         sizes = self._exchange(self._together(lambda: [e.world_size() for e in engines]))[0]
-        channel = self._channel = self._together(
-            lambda: open_sender(
-                self.transport,
-                host=_address_towards(host),
-                workers=sum(sizes),
-                largest=self.plan.largest_payload(self.rank) + TRAILER_BYTES,
-                device=self.device,
-                timeout=self.timeout,
-            )
-        )
+        channel = self._together(lambda: self._open(host, workers=sum(sizes)))
         plan = {"plan": self.plan.to_json(), "timeout": self.timeout}
         addresses = {"addresses": self._exchange(channel.address)}
         with ThreadPoolExecutor(max(1, len(engines))) as calls:
             # first without addresses: an engine of another model says so while nobody waits to meet it
-            self._together(lambda: _each(calls, engines, lambda e: e.init_weight_transfer(plan)), PlanRefusedError)
+            self._together(lambda: _each(calls, engines, lambda e: _checked(e, e.init_weight_transfer, plan)))
             asked = [
-                calls.submit(e.init_weight_transfer, plan | addresses | {"first_worker": sum(sizes[:i])})
+                calls.submit(_checked, e, e.init_weight_transfer, plan | addresses | {"first_worker": sum(sizes[:i])})
                 for i, e in enumerate(engines)
             ]
             # the workers answer when they have met every rank
@@ -90,7 +80,7 @@ class WeightSender:
         channel, engines = self._channel, self._engines
         with ThreadPoolExecutor(max(1, len(engines))) as calls:
             self._together(lambda: _each(calls, engines, _begin))
-            asked = [calls.submit(e.update_weights, {"version": version}) for e in engines]
+            asked = [calls.submit(_checked, e, e.update_weights, {"version": version}) for e in engines]
             self._together(lambda: self._meanwhile(lambda: self._stream(channel, version), asked, engines))
             self._together(lambda: _each(calls, engines, lambda e: _commit(e, version)))
         return SyncReport(self.plan.nbytes, time.perf_counter() - began)
@@ -121,9 +111,24 @@ class WeightSender:
             channel.send()
         channel.flush()
 
+    def _open(self, host: str, workers: int) -> Sender:
+        self._channel = open_sender(
+            self.transport,
+            host=address_towards(host),
+            workers=workers,
+            largest=self.plan.largest_payload(self.rank) + TRAILER_BYTES,
+            device=self.device,
+            timeout=self.timeout,
+        )
+        return self._channel
+
     def _meanwhile(self, work: Callable[[], None], asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
         """This rank's work while the engines are busy with their part; what either says of a failure is kept."""
         own: Exception | None = None
+        channel = self._channel
+        for call in asked:
+            # an engine that has failed will not meet this rank: whoever waits for it is told
+            call.add_done_callback(lambda c: c.exception() and channel is not None and channel.close())
         try:
             work()
         except Exception as error:
@@ -133,7 +138,7 @@ class WeightSender:
         try:
             _results(asked, engines)
         except WeightSyncError as theirs:
-            raise WeightSyncError(f"{theirs}; sender: {own}" if own else str(theirs)) from own
+            raise type(theirs)(f"{theirs}; sender: {own}" if own else str(theirs)) from own
         if own is not None:
             raise own
 
@@ -145,36 +150,42 @@ class WeightSender:
         dist.all_gather_object(values, value, group=self.weights.replica)
         return values
 
-    def _together(self, work: Callable[[], T], raises: type[WeightSyncError] = WeightSyncError) -> T:
+    def _together(self, work: Callable[[], T]) -> T:
         """Do this rank's part; what fails on one rank raises on all of them, in bounded time."""
-        failure = None
+        failure, refused = None, False
         try:
             result = work()
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure, refused = f"{type(error).__name__}: {error}", isinstance(error, PlanRefusedError)
             # tells whoever still waits for this rank's messages
             self.close()
-        failures = self._exchange(failure)
-        if any(failures):
+        outcomes = self._exchange((failure, refused))
+        if any(f for f, _ in outcomes):
             self.close()
-            said = "; ".join(f"rank {i}: {f}" for i, f in enumerate(failures) if f)
-            raise raises(f"the engines' weights were not updated ({said})")
+            said = "; ".join(f"rank {i}: {f}" for i, (f, _) in enumerate(outcomes) if f)
+            kind = PlanRefusedError if any(r for _, r in outcomes) else WeightSyncError
+            raise kind(f"the engines' weights were not updated ({said})")
         return result
 
 
 def _begin(engine: EngineControl) -> None:
     engine.pause()
-    try:
-        engine.start_weight_update()
-    except Exception:
-        # a push that stopped half-way has left its session open
-        with suppress(Exception):
-            engine.update_weights({"version": NO_VERSION})
-        engine.start_weight_update()
+    if any(status["open"] for status in engine.transfer_status()):
+        # a push that stopped half-way
+        engine.finish_weight_update(None)
+    engine.start_weight_update()
+
+
+def _checked(engine: EngineControl, call: Callable[..., None], *args: Any) -> None:
+    """`call`, and then raise what a worker met in it."""
+    call(*args)
+    statuses = engine.transfer_status()
+    if said := sorted({status["problem"] for status in statuses if status["problem"]}):
+        raise (PlanRefusedError if any(s["refused"] for s in statuses) else WeightSyncError)("; ".join(said))
 
 
 def _commit(engine: EngineControl, version: int) -> None:
-    engine.finish_weight_update(version)
+    _checked(engine, engine.finish_weight_update, version)
     if (found := engine.weight_version()) != version:
         raise WeightSyncError(f"{engine.name} says weight version {found} after a push of version {version}")
     for attempt in range(CACHE_RESETS + 1):
@@ -192,19 +203,12 @@ def _each(calls: ThreadPoolExecutor, engines: Sequence[EngineControl], do: Calla
 
 def _results(asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
     """Wait for all; raise one error that names every engine that failed."""
-    failed = []
+    failed, refused = [], False
     for call, engine in zip(asked, engines, strict=True):
         try:
             call.result()
         except Exception as error:
             failed.append(f"{engine.name}: {error}")
+            refused |= isinstance(error, PlanRefusedError)
     if failed:
-        raise WeightSyncError(", ".join(failed))
-
-
-def _address_towards(host: str) -> str:
-    """This machine's address as `host` sees it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # nothing is sent: connecting a datagram socket only chooses the route
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
+        raise (PlanRefusedError if refused else WeightSyncError)(", ".join(failed))

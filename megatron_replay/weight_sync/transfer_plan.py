@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.error import PlanRefusedError
 from megatron_replay.weight_sync.hf_mapping import find_rule, hf_names, megatron_shape
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
@@ -91,26 +91,26 @@ class TransferPlan:
         return cls(buckets, value["padded_vocab"], value["senders"])
 
     def check(self, shape: ModelShape, dtype: str) -> None:
-        """Raise WeightSyncError unless the plan holds every tensor of this model once, in its shape and `dtype`."""
+        """Raise PlanRefusedError unless the plan holds every tensor of this model once, in its shape and `dtype`."""
         missing = hf_names(shape)
         for entry in (e for bucket in self.buckets for e in bucket.entries):
             try:
                 rule, names = find_rule(entry.name, shape)
             except KeyError as error:
-                raise WeightSyncError(f"the trainer sends what the engine's model lacks: {error.args[0]}") from error
+                raise PlanRefusedError(f"the trainer sends what the engine's model lacks: {error.args[0]}") from error
             if entry.dtype != dtype:
-                raise WeightSyncError(f"{entry.name} is {entry.dtype} in the trainer and {dtype} in the engine")
+                raise PlanRefusedError(f"{entry.name} is {entry.dtype} in the trainer and {dtype} in the engine")
             full = list(entry.shard_shape)
             if rule.shard_dim is not None:
                 full[rule.shard_dim] *= len(entry.senders)
             expected = megatron_shape(entry.name, shape, self.padded_vocab)
             if tuple(full) != expected:
-                raise WeightSyncError(f"{entry.name} is {full} in the trainer, the engine needs {list(expected)}")
+                raise PlanRefusedError(f"{entry.name} is {full} in the trainer, the engine needs {list(expected)}")
             if twice := set(names) - missing:
-                raise WeightSyncError(f"the trainer sends {min(twice)} twice")
+                raise PlanRefusedError(f"the trainer sends {min(twice)} twice")
             missing -= set(names)
         if missing:
-            raise WeightSyncError(f"the trainer sends no {min(missing)}, and {len(missing) - 1} more are missing")
+            raise PlanRefusedError(f"the trainer sends no {min(missing)}, and {len(missing) - 1} more are missing")
 
 
 def make_plan(held: Sequence[Sequence[Entry]], padded_vocab: int, bucket_bytes: int) -> TransferPlan:

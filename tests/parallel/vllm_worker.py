@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -33,6 +34,8 @@ from megatron_replay.engines.vllm_client import VllmClient
 from megatron_replay.trainer.hf_checkpoint import load_hf_weights, save_hf
 from megatron_replay.trainer.model import build_model, global_parameters
 from megatron_replay.trainer.parallel import ParallelGroups, initialize
+from megatron_replay.weight_sync import sender as sender_module
+from megatron_replay.weight_sync.error import WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sender import WeightSender
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
@@ -51,6 +54,8 @@ def run(name: str, args: argparse.Namespace, first_version: int, export: bool) -
     model = build_model(shape, ModelOptions(make_vocab_size_divisible_by=8), groups, 64)
     clients = [VllmClient(url, timeout=60) for url in args.servers] if dist.get_rank() == 0 else []
     rows = []
+    if export:
+        fail_once(sharded(model, shape, groups), clients, groups)
     for i, bucket in enumerate(BUCKETS):
         source = args.models[(i + 1) % 2]
         load_hf_weights(model, source, shape, groups)
@@ -72,6 +77,27 @@ def run(name: str, args: argparse.Namespace, first_version: int, export: bool) -
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else []) + rows))
     dist.barrier()
     parallel_state.destroy_model_parallel()
+
+
+def fail_once(weights: ShardedWeights, clients: list[VllmClient], groups: ParallelGroups) -> None:
+    """A push that is damaged on its way: an error on every rank, and servers that take the next one."""
+    sender = WeightSender(weights, transport="gloo", bucket_bytes=100_000, device=groups.device, timeout=60)
+    sender.connect(clients)
+    real = sender_module.seal
+
+    def damage(message: torch.Tensor, version: int, bucket: int) -> None:
+        real(message, version, bucket)
+        message[5] ^= 1
+
+    with mock.patch.object(sender_module, "seal", damage):
+        try:
+            sender.push(0)
+        except WeightSyncError as error:
+            assert "arrived damaged" in str(error), error
+        else:
+            raise AssertionError("a damaged push was taken")
+    if clients:
+        assert all(client.is_paused() and client.weight_version() is None for client in clients)
 
 
 def sharded(model: GPTModel, shape: ModelShape, groups: ParallelGroups) -> ShardedWeights:

@@ -84,4 +84,4 @@ def open_receiver(address: dict[str, Any], *, worker: int, device: torch.device,
         return InProcessReceiver(address, timeout)
     from megatron_replay.weight_sync.transports.slots import SlotReceiver
 
-    return SlotReceiver(address, timeout)
+    return SlotReceiver(address, device, timeout)

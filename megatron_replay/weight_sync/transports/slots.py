@@ -7,6 +7,7 @@ whose descriptor goes over the same socket: it has no name that could be left be
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -84,6 +85,9 @@ class SlotSender:
 
     def close(self) -> None:
         for end in (self._listener, *self._peers):
+            # wakes a thread that waits on it
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
             end.close()
         self._peers = []
         if self._file >= 0:
@@ -97,8 +101,8 @@ class SlotSender:
 
 
 class SlotReceiver:
-    def __init__(self, address: dict[str, Any], timeout: float) -> None:
-        self._slot_bytes = address["slot_bytes"]
+    def __init__(self, address: dict[str, Any], device: torch.device, timeout: float) -> None:
+        self._slot_bytes, self._device = address["slot_bytes"], device
         self._peer = socket.socket(socket.AF_UNIX)
         self._peer.settimeout(timeout)
         try:
@@ -120,23 +124,25 @@ class SlotReceiver:
     def receive(self, nbytes: int) -> _Slot:
         slot = self._memory.narrow(0, self._asked % SLOTS * self._slot_bytes, nbytes)
         self._asked += 1
-        return _Slot(self._peer, slot)
+        return _Slot(self._peer, slot, self._device)
 
     def close(self) -> None:
         self._peer.close()
 
 
 class _Slot:
-    def __init__(self, peer: socket.socket, slot: Tensor) -> None:
-        self._peer, self._slot = peer, slot
+    def __init__(self, peer: socket.socket, slot: Tensor, device: torch.device) -> None:
+        self._peer, self._slot, self._device = peer, slot, device
 
     def wait(self) -> Tensor:
+        """On the worker's own device: shards of several trainer ranks lie on as many GPUs."""
         _expect(self._peer, _FILLED)
-        return self._slot
+        return self._slot.to(self._device)
 
     def release(self) -> None:
-        if self._slot.is_cuda:
-            torch.cuda.current_stream(self._slot.device).synchronize()
+        for device in {self._slot.device, self._device}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         self._peer.sendall(_READ)
 
 
