@@ -32,7 +32,7 @@ from megatron.core import parallel_state
 
 from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig, ModelOptions, OptimizerOptions, ReplayConfig, SamplingConfig
-from megatron_replay.engines.embedded import EmbeddedEngine
+from megatron_replay.engines.embedded import EmbeddedEngine, Sampled
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout import Completion, Prompt, RolloutBatch
@@ -73,13 +73,20 @@ class RecordedEngine:
 
     def load_weights(self, policy: object, version: int) -> None: ...
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int) -> list[Completion]:
+    def submit(self, prompts: Sequence[Prompt], group_size: int) -> Sampled:
         rows = [self.recording[p.uid(s, group_size)] for p in prompts for s in range(group_size)]
         owners = [p for p in prompts for _ in range(group_size)]
-        return [
-            Completion(p, r["uid"], tuple(r["tokens"]), tuple(r["logprobs"]), r["finish_reason"], r["weight_version"])
-            for p, r in zip(owners, rows, strict=True)
-        ]
+        return Sampled(
+            [
+                Completion(
+                    p, r["uid"], tuple(r["tokens"]), tuple(r["logprobs"]), r["finish_reason"], r["weight_version"]
+                )
+                for p, r in zip(owners, rows, strict=True)
+            ]
+        )
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 class RecordingEngine(EmbeddedEngine):
