@@ -58,7 +58,7 @@ exec "$python" -m vllm.entrypoints.openai.api_server \
     --dtype "${DTYPE:-bfloat16}" --max-model-len "${MAX_MODEL_LEN:-4096}" \
     --load-format dummy --generation-config vllm --logprobs-mode processed_logprobs \
     --weight-transfer-config '{"backend": "megatron_replay"}' \
-    --worker-extension-cls megatron_replay.engines.vllm_weight_transfer.TransferStatus \
+    --worker-extension-cls megatron_replay.engines.transfer_status.TransferStatus \
     --middleware megatron_replay.engines.require_api_key.RequireApiKey \
     --skip-tokenizer-init --enable-scale-out \
     --uvicorn-log-level warning --disable-uvicorn-access-log --disable-log-stats --disable-fastapi-docs \

@@ -94,7 +94,7 @@ class VllmEngine:
     def revive(self, suspect: bool) -> bool:
         """On a leader of a replica that feeds: replace engines that are gone, and with `suspect` those that may be.
 
-        True if any is new, so that channels must be opened. Raises what starting one raises.
+        True if they are not the same as before, so that channels must be opened. Raises what starting one raises.
         """
         raise NotImplementedError
 

@@ -87,6 +87,8 @@ class VllmServerEngine(VllmEngine):
             down = server.client is None or not server.client.healthy()
             if not down and not (suspect and self._spawned):
                 continue
+            # one that is left out changes who is fed, as one that comes back does
+            new |= server.client is not None
             _stop(server)
             if self._spawned:
                 self.counts["restarts"] += int(bool(server.url))

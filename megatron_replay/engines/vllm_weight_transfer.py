@@ -144,15 +144,6 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = None
 
 
-class TransferStatus:
-    """Mixed into vLLM's worker (its `worker_extension_cls`): what the last call to the transfer engine came to."""
-
-    def transfer_status(self) -> dict[str, Any]:
-        """open: an update was started and not finished; problem: words, or None; refused: it is one of the plan."""
-        engine = self.weight_transfer_engine
-        return {"open": self._weight_update_active, "problem": engine.problem, "refused": engine.refused}
-
-
 def reads_packed_weights(model: torch.nn.Module) -> bool:
     """Whether some layer computes with a packed copy of its weight, made when it was loaded, and not with the weight.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_replay.engines.group_request import RawSample
 from megatron_replay.engines.vllm_child import VllmChild
-from megatron_replay.engines.vllm_command import BACKEND
+from megatron_replay.engines.vllm_command import BACKEND, WORKER_EXTENSION
 
 from .engine_phases import FOLDER_VARIABLE
 from .settings import ENGINES, Settings, python_path
@@ -44,6 +44,7 @@ def options(settings: Settings, engine_layout: str, load_format: str) -> dict[st
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
         **parallel,
     }
 

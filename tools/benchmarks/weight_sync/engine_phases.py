@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_replay.engines.transfer_status import TransferStatus
+
 from .phases import StackClock
 
 FOLDER_VARIABLE = "WEIGHT_SYNC_PHASES"
@@ -21,7 +23,7 @@ POLL = 0.1  # seconds
 TIMEOUT = 30.0  # seconds
 
 
-class EnginePhases:
+class EnginePhases(TransferStatus):
     """Adds no method to a worker: that its module is imported is enough."""
 
 
