@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .command_line import aligned
-from .json_file import write_json
 from .row import Row
+from .written import Written, number
 
 MIB = 2**20
 TITLES = ("implementation", "T", "V", "H", "dtype", "tp", "ms", "peak MiB", "GB/s", "of copy", "of GEMMs", "equal")
 
 
 @dataclass
-class Report:
+class Report(Written):
     device: str
     header: dict[str, Any]  # versions, settings, commit
     path: Path | None = None
@@ -29,18 +28,6 @@ class Report:
     def passed(self) -> bool:
         return self.complete and all(r.passed for r in self.rows)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.say(str(row))
-        self.write()
-
-    def finish(self) -> None:
-        self.complete = True
-        self.write()
-
     def data(self) -> dict[str, Any]:
         return {
             "device": self.device,
@@ -52,23 +39,14 @@ class Report:
             "tuning": self.tuning,
         }
 
-    def write(self) -> None:
-        if self.path is not None:
-            write_json(self.path, self.data())
-
     def table(self) -> str:
         """Aligned columns; where a row has no time, what is wrong with it."""
-        lines = aligned([TITLES, *map(_cells, self.rows)], left=1)
-        errors = ["", *("" if r.error is None else f"  {r.error}" for r in self.rows)]
-        text = [line + error for line, error in zip(lines, errors, strict=True)]
+        text = self.lines(TITLES, _cells, left=1)
         text += [f"floor: {f['name']}, T={f['T']} tp={f['tp']}: {f['ms']:.3f} ms" for f in self.floors]
         return "\n".join(text)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    def number(x: float | None, digits: int) -> str:
-        return "-" if x is None else f"{x:.{digits}f}"
-
     peak = None if row.peak_bytes is None else row.peak_bytes / MIB
     return (
         row.implementation,

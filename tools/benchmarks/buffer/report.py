@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..command_line import aligned
-from ..json_file import write_json
+from ..written import Written, number
 from .ratio import ratios
 from .row import Finding, Row
 
@@ -15,7 +14,7 @@ TITLES = ("implementation", "operation", "rollouts", "drawn", "tokens", "ms", "d
 
 
 @dataclass
-class Report:
+class Report(Written):
     device: str
     header: dict[str, Any]  # versions, settings, commit
     path: Path | None = None
@@ -28,22 +27,10 @@ class Report:
     def passed(self) -> bool:
         return self.complete and all(f.passed for f in self.findings) and all(r.error is None for r in self.rows)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
     def find(self, finding: Finding) -> None:
         self.findings.append(finding)
         p_values = ", ".join(f"p {v.p_value:.2g}" for v in finding.verdicts)
         self.say(f"{finding.implementation}: draws {finding.draws}, {finding.error or p_values}")
-        self.write()
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.say(str(row))
-        self.write()
-
-    def finish(self) -> None:
-        self.complete = True
         self.write()
 
     def data(self) -> dict[str, Any]:
@@ -58,23 +45,14 @@ class Report:
             "skipped": self.skipped,
         }
 
-    def write(self) -> None:
-        if self.path is not None:
-            write_json(self.path, self.data())
-
     def table(self) -> str:
         """Aligned columns, what is wrong with a row that has no time, and the ratios."""
-        lines = aligned([TITLES, *map(_cells, self.rows)], left=2)
-        errors = ["", *("" if r.error is None else f"  {r.error}" for r in self.rows)]
-        text = [line + error for line, error in zip(lines, errors, strict=True)]
+        text = self.lines(TITLES, _cells, left=2)
         text += [f"not measured: {s['implementation']}, {s['why']}" for s in self.skipped]
         return "\n".join([*text, *map(str, ratios(self.rows))])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    def number(x: float | None, digits: int) -> str:
-        return "-" if x is None else f"{x:.{digits}f}"
-
     return (
         row.implementation,
         row.operation,

@@ -6,15 +6,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..command_line import aligned
-from ..json_file import write_json
+from ..written import Written, number
 from .row import Row
 
 TITLES = ("transport", "trainer", "engine", "MB", "messages", "s", "floor s", "ratio", "GB/s")
 
 
 @dataclass
-class Report:
+class Report(Written):
     header: dict[str, Any]  # versions, settings, commit
     path: Path | None = None
     rows: list[Row] = field(default_factory=list)
@@ -25,18 +24,6 @@ class Report:
     def passed(self) -> bool:
         return self.complete and all(r.passed for r in self.rows)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.say(str(row))
-        self.write()
-
-    def finish(self) -> None:
-        self.complete = True
-        self.write()
-
     def data(self) -> dict[str, Any]:
         return {
             "complete": self.complete,
@@ -46,15 +33,9 @@ class Report:
             "skipped": self.skipped,
         }
 
-    def write(self) -> None:
-        if self.path is not None:
-            write_json(self.path, self.data())
-
     def table(self) -> str:
         """Aligned columns, what is wrong with a row that has no time, and where a push spends its time."""
-        lines = aligned([TITLES, *map(_cells, self.rows)], left=3)
-        errors = ["", *("" if r.error is None else f"  {r.error}" for r in self.rows)]
-        text = [line + error for line, error in zip(lines, errors, strict=True)]
+        text = self.lines(TITLES, _cells, left=3)
         text += [f"not measured: {s['transport']}, {s['why']}" for s in self.skipped]
         for row in self.rows:
             for end, seconds in (row.phases or {}).items():
@@ -64,9 +45,6 @@ class Report:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    def number(x: float | None, digits: int) -> str:
-        return "-" if x is None else f"{x:.{digits}f}"
-
     return (
         row.transport,
         row.trainer_layout,
