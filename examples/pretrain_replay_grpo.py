@@ -34,7 +34,7 @@ from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig
 from megatron_replay.engines.build import AnyEngine, build_engine
 from megatron_replay.engines.engine_ranks import EngineRanks
-from megatron_replay.engines.vllm_command import ServedModel
+from megatron_replay.engines.vllm_options import ServedModel
 from megatron_replay.ops import backend as backends
 from megatron_replay.replay_buffer import MOST_TOKENS, RolloutReplayBuffer
 from megatron_replay.rollout import Prompt

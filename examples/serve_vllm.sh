@@ -38,13 +38,24 @@ if [[ ! $host =~ ^(127\.[0-9.]+|localhost|::1)$ && -z ${VLLM_API_KEY:-} ]]; then
     exit 2
 fi
 
+tensor_parallel=
+for option in "$@"; do
+    case $option in
+        --host | --host=* | --port | --port=*)
+            echo "$0: host and port are HOST and the second argument, got $option" >&2
+            exit 2
+            ;;
+        --tensor-parallel-size* | --tensor_parallel_size* | -tp*) tensor_parallel=yes ;;
+    esac
+done
+
 # a CPU has no graphs to capture, and vLLM would take most of its memory
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     device=()
 else
     device=(--enforce-eager --kv-cache-memory-bytes $((2 << 30)))
     # vLLM would bind each of several workers to a NUMA node of its own, and fail where there are fewer
-    if [[ "$*" == *--tensor-parallel-size* ]]; then
+    if [[ -n $tensor_parallel ]]; then
         export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
     fi
 fi

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 # (status, body), or None: close the connection without a word
@@ -14,9 +14,14 @@ Reply = tuple[int, str] | None
 
 
 class StubServer:
-    """`answer` gets the number of the request and its body, in a thread of that request."""
+    """`answer` gets the number of the request and its body, in a thread of that request; `pages` need none."""
 
-    def __init__(self, answer: Callable[[int, dict[str, Any]], Reply]) -> None:
+    def __init__(
+        self,
+        answer: Callable[[int, dict[str, Any]], Reply],
+        port: int = 0,
+        pages: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.outstanding = 0
@@ -35,7 +40,7 @@ class StubServer:
                     stub.outstanding += 1
                     stub.most_outstanding = max(stub.most_outstanding, stub.outstanding)
                 try:
-                    reply = stub.answer(number, body)
+                    reply = (200, pages[self.path]) if self.path in pages else stub.answer(number, body)
                 finally:
                     with stub.lock:
                         stub.outstanding -= 1
@@ -60,7 +65,7 @@ class StubServer:
         class Server(ThreadingHTTPServer):
             request_queue_size = 2048
 
-        self.http = Server(("127.0.0.1", 0), Handler)
+        self.http = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self) -> StubServer:
@@ -76,7 +81,7 @@ def choice(index: int, tokens: list[int], version: str = "0", **changes: Any) ->
     """One sample in vLLM's words."""
     content = [{"token_id": token, "logprob": -1.0} for token in tokens]
     spans = [{"version": version, "start": 0, "end": len(tokens)}]
-    whole = {"index": index, "token_ids": tokens, "finish_reason": "length", "weight_versions": spans}
+    whole = {"index": index, "token_ids": tokens, "finish_reason": "stop", "weight_versions": spans}
     return whole | {"logprobs": {"content": content}} | changes
 
 

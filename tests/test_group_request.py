@@ -12,7 +12,7 @@ from megatron_replay.engines.group_request import GroupRequest, RawSample
 from megatron_replay.rollout import Prompt
 
 EOS = 3
-SAMPLING = SamplingConfig(max_response_length=9, temperature=0.7, seed=5)
+SAMPLING = SamplingConfig(max_response_length=2, temperature=0.7, seed=5)
 ASKED = GroupRequest(SAMPLING, EOS, group_size=2, version=4)
 PROMPT = Prompt((7, 8), counter=11, prompt_id=2)
 GOOD = [
@@ -67,11 +67,16 @@ def test_a_group_becomes_completions_with_its_ids_and_log_probs_as_they_are() ->
         ([GOOD[0], dataclasses.replace(GOOD[1], finish_reason=None)], ("aborted", "got None")),
         ([GOOD[0], dataclasses.replace(GOOD[1], weight_versions=("4", "5"))], ("wrong_version", "must be 4, got 4, 5")),
         ([GOOD[0], dataclasses.replace(GOOD[1], weight_versions=())], ("wrong_version", "must be 4, got 4, none")),
+        (
+            [GOOD[0], RawSample((5,), (-0.5,), "length", ("4",))],
+            ("server_failures", "--rl-max-response-length 2 tokens, got 1: is the engine's max-model-len below"),
+        ),
     ],
 )
 def test_anything_but_a_whole_group_of_one_version_is_no_group(
     samples: list[RawSample], problem: tuple[str, str]
 ) -> None:
     found = ASKED.problem(samples)
-    assert found is not None and found[0] == problem[0]
-    assert re.search(problem[1], found[1]), found[1]
+    assert found is not None and found.counter == problem[0]
+    assert re.search(problem[1], found.words), found.words
+    assert found.final == ("max-model-len" in found.words)

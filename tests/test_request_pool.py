@@ -139,12 +139,12 @@ def test_a_wrong_key_and_a_refused_prompt_are_not_sent_again(server: SharedServe
     stranger = RequestPool([VllmClient(server.client.url)], SAMPLING, 1, QUICK)
     result = stranger.generate(prompts(5), 2, VERSION)
     stranger.close()
-    assert len(result.failed_prompts) == 5 and "status 401" in result.reasons[0]
+    assert len(result.failed_prompts) == 5 and "status 401" in result.reasons[0] and not result.refused
     assert result.counters.retried == 0
     long = prompts(1, first=100, length=300)
     result = pool.generate([*prompts(2), *long, *prompts(1, first=2)], 2, VERSION)
     assert result.failed_prompts == long and [c.prompt.counter for c in result.completions] == [0, 0, 1, 1, 2, 2]
-    assert "status 400" in result.reasons[0] and "256" in result.reasons[0]
+    assert "status 400" in result.reasons[0] and "256" in result.reasons[0] and result.refused
     assert result.counters == PoolCounters(server_failures=1)
 
 

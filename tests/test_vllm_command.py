@@ -19,13 +19,13 @@ import pytest
 
 from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.engines import vllm_command
-from megatron_replay.engines.child_process import ChildProcess, clean_environment, free_port, segments, segments_of
+from megatron_replay.engines.child_process import ChildProcess, clean_environment, free_port
+from megatron_replay.engines.guardian import segments, segments_of
 from megatron_replay.engines.request_pool import RequestPool
 from megatron_replay.engines.require_api_key import RequireApiKey
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
 from megatron_replay.engines.vllm_command import (
     PortTakenError,
-    ServedModel,
     check_exposure,
     launch_server,
     server_command,
@@ -33,6 +33,7 @@ from megatron_replay.engines.vllm_command import (
     start_server,
     wait_ready,
 )
+from megatron_replay.engines.vllm_options import ServedModel
 from megatron_replay.rollout import Prompt
 from tests.vllm_models import API_KEY, EOS_ID, SHARED, shared_server
 
@@ -233,7 +234,10 @@ def test_the_middleware_guards_every_path_but_health(monkeypatch: pytest.MonkeyP
 
 
 # stands in for python: there is no CUDA, and the arguments are shown
-SHOW_ARGUMENTS = '#!/bin/sh\n[ "$1" = -c ] && exit 1\nprintf "%s\\n" "$@" "dev mode $VLLM_SERVER_DEV_MODE"\n'
+SHOW_ARGUMENTS = """#!/bin/sh
+[ "$1" = -c ] && exit 1
+printf "%s\\n" "$@" "$VLLM_CPU_OMP_THREADS_BIND" "dev mode $VLLM_SERVER_DEV_MODE"
+"""
 
 
 def serve_by_hand(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -248,12 +252,13 @@ def serve_by_hand(folder: Path, *args: str, **env: str) -> subprocess.CompletedP
 def test_the_script_starts_the_same_server(model: ServedModel, tmp_path: Path) -> None:
     shown = serve_by_hand(tmp_path, str(tmp_path), "4711", "--max-num-seqs", "9", MAX_MODEL_LEN="512")
     assert shown.returncode == 0, shown.stderr
-    *arguments, last = shown.stdout.splitlines()
-    assert last == "dev mode 1"
+    *arguments, bind, last = shown.stdout.splitlines()
+    assert (bind, last) == ("", "dev mode 1")
     expected = options(server_command(VllmConfig(max_num_seqs=9), model, 4711))
-    for left_to_vllm in ("--seed", "--tensor-parallel-size"):
-        del expected[left_to_vllm]
+    del expected["--seed"]
     assert options(arguments) == expected
+    for several in (["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"], ["-tp", "2"], ["-tp=2"]):
+        assert serve_by_hand(tmp_path, str(tmp_path), *several).stdout.splitlines()[-2] == "nobind"
 
 
 def test_the_script_names_what_is_wrong(tmp_path: Path, model: ServedModel) -> None:
@@ -262,6 +267,9 @@ def test_the_script_names_what_is_wrong(tmp_path: Path, model: ServedModel) -> N
         ([], {}, "usage: .*MODEL .*got: nothing"),
         (["/nowhere"], {}, "MODEL must be a folder with config.json, got /nowhere"),
         ([folder, "80a"], {}, "PORT must be a number, got 80a"),
+        ([folder, "--host", "0.0.0.0"], {}, "host and port are HOST and the second argument, got --host"),
+        ([folder, "--host=::"], {}, "got --host=::"),
+        ([folder, "--port", "80"], {}, "got --port"),
         ([folder], {"HOST": "0.0.0.0"}, "HOST must be a loopback address where VLLM_API_KEY is not set, got 0.0.0.0"),
     ):
         refused = serve_by_hand(tmp_path, *args, **env)

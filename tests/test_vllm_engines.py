@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import time
@@ -17,11 +18,12 @@ from safetensors.torch import load_file
 
 from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.engines.child_process import free_port
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.engines.vllm_child import VllmChild
 from megatron_replay.engines.vllm_colocated import VllmColocatedEngine, replica_devices
-from megatron_replay.engines.vllm_command import ServedModel
 from megatron_replay.engines.vllm_engine import VllmEngine
+from megatron_replay.engines.vllm_options import PINNED_VLLM, ServedModel
 from megatron_replay.engines.vllm_server import VllmServerEngine, server_devices
 from megatron_replay.rollout import Completion, Prompt
 from megatron_replay.weight_sync import sender as sender_module
@@ -31,6 +33,7 @@ from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sender import WeightSender
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 from tests.hf_models import CASES, load, logprobs, random_model
+from tests.stub_server import StubServer
 from tests.transfers import CPU, KeepingEngine
 from tests.vllm_greedy import ENGINE_SIZES, PARAMS, answers, check_same, llm_options
 from tests.vllm_greedy import prompts as greedy_prompts
@@ -225,6 +228,49 @@ class TestServer:
         found = server.metrics()
         assert kills == [31] and found["engine/restarts"] == 2 and found["engine/failed_syncs"] == 1
         assert found["engine/retried"] > 0 and server.weight_version == 31
+
+    def test_a_users_server_that_takes_no_weights_is_left_out_until_it_is_started_again(
+        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path
+    ) -> None:
+        policy = FolderPolicy(models["m1"])
+        server.load_weights(policy, 50)
+        good, port = server._servers[0].url, free_port("127.0.0.1")
+        bad = f"http://127.0.0.1:{port}"
+        both = engine(VllmServerEngine, models["m1"], tmp_path, server_urls=(good, bad))
+        asked = prompts(500)
+        try:
+            both.load_weights(policy, 51)
+            assert both._urls == (good,)
+            # what answers there now is healthy, of the right version, and knows no route of weight transfer
+            pages = {"/health": "{}", "/version": json.dumps({"version": f"{PINNED_VLLM}.0"})}
+            with StubServer(lambda number, body: (404, "{}"), port, pages):
+                with pytest.warns(UserWarning, match=rf"{bad} is left out .* takes no weights: .*status 404"):
+                    both.load_weights(policy, 52)
+                assert both._urls == (good,) and both.metrics()["engine/failed_syncs"] == 2
+                both.load_weights(policy, 53)
+                assert both.metrics()["engine/failed_syncs"] == 0, "it is not tried again while it stays as it is"
+            both.load_weights(policy, 54)
+            assert both._servers[1].barred == ""
+            check(both.submit(asked, GROUP).result(54), {54: load(models["m1"])}, asked)
+        finally:
+            both.close()
+            server._sender, server.weight_version = None, -1
+
+    def test_a_server_that_would_cut_samples_short_ends_the_run_at_once(
+        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path
+    ) -> None:
+        server.load_weights(FolderPolicy(models["m1"]), 60)
+        longer = engine(VllmServerEngine, models["m1"], tmp_path, response=200, server_urls=(server._servers[0].url,))
+        try:
+            longer.load_weights(FolderPolicy(models["m1"]), 61)
+            with pytest.raises(
+                RuntimeError, match=r"no other attempt .* --rl-max-response-length 200 tokens, got 87: .*max-model-len"
+            ):
+                longer.submit(prompts(600), GROUP).result(61)
+            assert longer.metrics()["engine/retried"] == 0
+        finally:
+            longer.close()
+            server._sender, server.weight_version = None, -1
 
     def test_two_runs_on_one_host(
         self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path, nothing_left: None

@@ -89,8 +89,9 @@ def test_a_refused_cache_reset_is_asked_for_again_and_then_fails_without_a_resum
 def test_a_failure_anywhere_is_raised_and_the_engine_stays_paused(answers: dict, words: str, last: str) -> None:
     sender, engine, other = make(), KeepingEngine(shape(), answers=answers), KeepingEngine(shape(), name="other")
     sender.connect([engine, other])
-    with pytest.raises(WeightSyncError, match=re.escape(words)):
+    with pytest.raises(WeightSyncError, match=re.escape(words)) as raised:
         sender.push(3)
+    assert raised.value.engines == ("kept",), "the other's part ended because of this one"
     assert engine.calls[-1] == last and "resume" not in engine.calls
     with pytest.raises(WeightSyncError, match="call connect first"):
         sender.push(3)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_replay.config import VllmConfig
 from megatron_replay.engines.group_request import RawSample
-from megatron_replay.engines.vllm_command import BACKEND, WORKER_EXTENSION
+from megatron_replay.engines.vllm_options import ServedModel, engine_options
 
 NEW_TOKENS = 24
 PARAMS: dict[str, Any] = {
@@ -19,24 +20,10 @@ ENGINE_SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 Answers = list[dict[str, Any]]  # of each prompt: tokens, logprobs
 
 
-def llm_options(folder: Path, max_model_len: int, *, load_format: str = "auto", **more: Any) -> dict[str, Any]:
-    """Of vLLM's LLM(), for a tiny float32 model."""
-    return {
-        "model": str(folder),
-        "dtype": "float32",
-        "max_model_len": max_model_len,
-        "max_num_seqs": 16,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 100 << 20,
-        "load_format": load_format,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "weight_transfer_config": {"backend": BACKEND},
-        "worker_extension_cls": WORKER_EXTENSION,
-        **more,
-    }
+def llm_options(folder: Path, max_model_len: int, dtype: str = "float32") -> dict[str, Any]:
+    """Of vLLM's LLM(), for a tiny model with the weights in its folder."""
+    served = ServedModel(folder, dtype, max_model_len, seed=0, device="cpu", load_format="auto")
+    return engine_options(VllmConfig(max_num_seqs=16, memory_gib=0.1), served)
 
 
 def prompts(vocab_size: int, count: int = 8, length: int = 60) -> list[list[int]]:

@@ -18,7 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megatron_replay.config import VllmConfig
 from megatron_replay.engines.child_process import ChildProcess
 from megatron_replay.engines.vllm_client import VllmClient
-from megatron_replay.engines.vllm_command import ServedModel, launch_server
+from megatron_replay.engines.vllm_command import launch_server
+from megatron_replay.engines.vllm_options import ServedModel
 
 VOCAB_SIZE = 320
 EOS_ID = 1

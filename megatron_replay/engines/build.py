@@ -9,7 +9,7 @@ from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.engines.embedded import EmbeddedEngine, Sampler
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.engines.vllm_colocated import VllmColocatedEngine
-from megatron_replay.engines.vllm_command import ServedModel
+from megatron_replay.engines.vllm_options import ServedModel
 from megatron_replay.engines.vllm_server import VllmServerEngine
 from megatron_replay.weight_sync.model_shape import ModelShape
 

@@ -22,6 +22,15 @@ class RawSample:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """Why an answer is no whole group: the count that it goes in, words, and whether asking again is of no use."""
+
+    counter: str
+    words: str
+    final: bool = False
+
+
+@dataclass(frozen=True)
 class GroupRequest:
     """`group_size` samples of a prompt, sampled by weights of `version`."""
 
@@ -56,15 +65,20 @@ class GroupRequest:
             params["seed"] = first + prompt.uid(0, self.group_size)
         return params
 
-    def problem(self, samples: Sequence[RawSample]) -> tuple[str, str] | None:
-        """What keeps these samples from being a whole group of the version: its count's name, and words; or None."""
+    def problem(self, samples: Sequence[RawSample]) -> Problem | None:
+        """What keeps these samples from being a whole group of the version; None: nothing does."""
         if unfinished := [s.finish_reason for s in samples if s.finish_reason not in ("stop", "length")]:
-            return "aborted", f"finish_reason must be stop or length, got {unfinished[0]!r}"
+            return Problem("aborted", f"finish_reason must be stop or length, got {unfinished[0]!r}")
         if len(samples) != self.group_size:
-            return "server_failures", f"samples must be {self.group_size}, got {len(samples)}"
+            return Problem("server_failures", f"samples must be {self.group_size}, got {len(samples)}")
         versions = {version for s in samples for version in s.weight_versions or ("none",)}
         if versions != {str(self.version)}:
-            return "wrong_version", f"weight version must be {self.version}, got {', '.join(sorted(versions))}"
+            return Problem("wrong_version", f"weight version must be {self.version}, got {', '.join(sorted(versions))}")
+        limit = self.sampling.max_response_length
+        if short := [len(s.tokens) for s in samples if s.finish_reason == "length" and len(s.tokens) != limit]:
+            # an engine cuts at its own maximum and says nothing
+            words = f"samples that do not end must have --rl-max-response-length {limit} tokens, got {min(short)}"
+            return Problem("server_failures", f"{words}: is the engine's max-model-len below --seq-length?", final=True)
         return None
 
     def completions(self, prompt: Prompt, samples: Sequence[RawSample]) -> list[Completion]:

@@ -14,7 +14,7 @@ import httpx
 from tqdm import tqdm
 
 from megatron_replay.config import SamplingConfig, VllmConfig
-from megatron_replay.engines.group_request import GroupRequest
+from megatron_replay.engines.group_request import GroupRequest, Problem
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
 from megatron_replay.rollout import Completion, Prompt
 
@@ -47,6 +47,7 @@ class PoolResult:
     failed_prompts: list[Prompt]
     counters: PoolCounters
     reasons: list[str]  # one for each failed prompt
+    refused: bool  # some prompt failed in a way that no other attempt changes
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Job:
     sent: int = 0
     avoid: Server | None = None  # where it failed last
     reason: str = ""
+    refused: bool = False
     group: list[Completion] | None = None
 
 
@@ -85,11 +87,11 @@ class Call:
 
 
 class UnusableAnswerError(Exception):
-    """An answer that came and cannot be used; `counter` says in which count it goes."""
+    """An answer that came and cannot be used."""
 
-    def __init__(self, counter: str, words: str, samples: int) -> None:
-        super().__init__(words)
-        self.counter = counter
+    def __init__(self, url: str, problem: Problem, samples: int) -> None:
+        super().__init__(f"{url}: {problem.words}")
+        self.problem = problem
         self.samples = samples
 
 
@@ -159,6 +161,7 @@ class RequestPool:
             failed_prompts=[job.prompt for job in failed],
             counters=call.counters,
             reasons=[job.reason for job in failed],
+            refused=any(job.refused for job in failed),
         )
 
     async def _serve(self, call: Call) -> None:
@@ -200,19 +203,20 @@ class RequestPool:
             params = call.asked.params(job.prompt)
             samples = await server.client.generate(server.http, job.prompt.tokens, params, timeout)
         if (problem := call.asked.problem(samples)) is not None:
-            counter, words = problem
-            raise UnusableAnswerError(counter, f"{server.client.url}: {words}", len(samples))
+            raise UnusableAnswerError(server.client.url, problem, len(samples))
         return call.asked.completions(job.prompt, samples)
 
     def _settle(self, call: Call, job: Job, server: Server, task: asyncio.Task[list[Completion]]) -> None:
         """Keep the group, or count what went wrong and queue the prompt again, or give it up."""
-        counters, final = call.counters, False
+        counters = call.counters
         try:
             job.group = task.result()
         except UnusableAnswerError as error:
-            setattr(counters, error.counter, getattr(counters, error.counter) + 1)
+            counter = error.problem.counter
+            setattr(counters, counter, getattr(counters, counter) + 1)
             counters.discarded_samples += error.samples
             job.failures += 1
+            job.refused = error.problem.final
             job.reason = str(error)
         except TimeoutError:
             counters.timed_out += 1
@@ -227,9 +231,9 @@ class RequestPool:
             never_taken = error.kind == "unreachable" or error.status in REFUSED_CLIENT
             server.left_out |= never_taken
             job.failures += not never_taken
-            final = error.status in REFUSED_REQUEST
+            job.refused = error.status in REFUSED_REQUEST
             job.reason = str(error)
-        if job.group is None and not final and job.failures <= self.config.retries:
+        if job.group is None and not job.refused and job.failures <= self.config.retries:
             job.avoid = server
             call.waiting.appendleft(job)
         else:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from megatron_replay.engines.group_request import GroupRequest
 from megatron_replay.engines.vllm_child import VllmChild
 from megatron_replay.engines.vllm_client import EngineError
-from megatron_replay.engines.vllm_command import BACKEND, WORKER_EXTENSION
 from megatron_replay.engines.vllm_engine import VllmEngine
+from megatron_replay.engines.vllm_options import engine_options
 from megatron_replay.rollout import Completion, Prompt
 
 
@@ -61,8 +61,11 @@ class VllmColocatedEngine(VllmEngine):
             self._child.close()
         self._child, self._asleep = None, False
         self.log_folder.mkdir(parents=True, exist_ok=True)
+        options = engine_options(self.config, self.model)
+        if self.ranks.device.type == "cuda":
+            options["enable_sleep_mode"] = True
         self._child = VllmChild(
-            self._options(),
+            options,
             self.log_folder / f"vllm-colocated-{self.ranks.data.rank}.log",
             timeout=self.config.sync_timeout,
             startup_timeout=self.config.startup_timeout,
@@ -92,38 +95,12 @@ class VllmColocatedEngine(VllmEngine):
             if (problem := request.problem(samples)) is None:
                 done += request.completions(prompt, samples)
                 continue
-            counter, words = problem
-            self.counts[counter] += 1
+            self.counts[problem.counter] += 1
+            self._hopeless |= problem.final
             self.counts["discarded_samples"] += len(samples)
             failed.append(prompt)
-            reasons.append(words)
+            reasons.append(problem.words)
         return done, failed, reasons
-
-    def _options(self) -> dict[str, Any]:
-        """Of vLLM's LLM(): as a server is started, see `vllm_command.server_command`."""
-        cuda = self.ranks.device.type == "cuda"
-        memory = (
-            {"gpu_memory_utilization": self.config.gpu_memory_utilization, "enable_sleep_mode": True}
-            if cuda
-            else {"kv_cache_memory_bytes": int(self.config.memory_gib * 2**30), "enforce_eager": True}
-        )
-        parallel = {"tensor_parallel_size": self.config.tensor_parallel_size, "distributed_executor_backend": "mp"}
-        return {
-            "model": str(self.model.folder),
-            "dtype": self.model.dtype,
-            "max_model_len": self.model.max_model_len,
-            "max_num_seqs": self.config.max_num_seqs,
-            "seed": self.model.seed,
-            "load_format": self.model.load_format,
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "weight_transfer_config": {"backend": BACKEND},
-            "worker_extension_cls": WORKER_EXTENSION,
-            **memory,
-            **(parallel if self.config.tensor_parallel_size > 1 else {}),
-        }
 
     def _wake(self, part: str) -> None:
         if self.ranks.device.type == "cuda" and self._asleep:

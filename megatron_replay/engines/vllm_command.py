@@ -12,9 +12,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -22,80 +19,40 @@ from megatron_replay.config import VllmConfig
 from megatron_replay.engines.child_process import ChildProcess, clean_environment, reserve_port
 from megatron_replay.engines.require_api_key import KEY_VARIABLE
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
+from megatron_replay.engines.vllm_options import PINNED_VLLM, ServedModel, engine_options
 from megatron_replay.weight_sync.transports.addresses import ELSEWHERE, address_towards
 
-# the weight-transfer interface changes between minor versions
-PINNED_VLLM = "0.32"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "megatron_replay.engines.require_api_key.RequireApiKey"
-BACKEND = "megatron_replay"
-WORKER_EXTENSION = "megatron_replay.engines.transfer_status.TransferStatus"
 SERVED_MODEL_NAME = "policy"
 PORT_TAKEN = "address already in use"
 STARTS = 3  # times that a server is started which finds its port taken
 POLL = 0.25  # seconds
 LOG_LINES = 20
 
-LoadFormat = Literal["dummy", "auto"]
-
 
 class PortTakenError(RuntimeError):
     """Another program took the server's port first."""
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What a server serves. `folder` holds config.json; with load format dummy its weights, if any, are not read.
-
-    `device` is "cpu" or "cuda", `dtype` a name that vLLM knows. `backend` receives weights; None: no weight transfer.
-    """
-
-    folder: Path
-    dtype: str
-    max_model_len: int
-    seed: int
-    device: Literal["cpu", "cuda"]
-    load_format: LoadFormat = "dummy"
-    backend: str | None = BACKEND
-
-
 def server_command(config: VllmConfig, model: ServedModel, port: int) -> list[str]:
     """The command line. Raises ValueError for a folder without config.json."""
-    if not (model.folder / "config.json").is_file():
-        raise ValueError(f"folder must hold the config.json of a Hugging Face model, got {model.folder}")
-    options: dict[str, object] = {
-        "model": model.folder,
-        "served-model-name": SERVED_MODEL_NAME,
+    options = engine_options(config, model) | {
+        "served_model_name": SERVED_MODEL_NAME,
         "host": config.host,
         "port": port,
-        "dtype": model.dtype,
-        "max-model-len": model.max_model_len,
-        "max-num-seqs": config.max_num_seqs,
-        "tensor-parallel-size": config.tensor_parallel_size,
-        "seed": model.seed,
-        # all weights are pushed before the first request
-        "load-format": model.load_format,
-        # the model's generation_config.json would bring stops and sampling defaults of its own
-        "generation-config": "vllm",
-        # behavior log-probs are those of the distribution that was sampled, temperature included
-        "logprobs-mode": "processed_logprobs",
         "middleware": MIDDLEWARE,
-        "uvicorn-log-level": "warning",
+        "uvicorn_log_level": "warning",
+        "enable_scale_out": True,  # the route that takes token ids
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
     }
-    # token ids in and out: text never passes
-    switches = ["skip-tokenizer-init", "enable-scale-out"]
-    switches += ["disable-uvicorn-access-log", "disable-log-stats", "disable-fastapi-docs"]
-    if model.backend is not None:
-        options["weight-transfer-config"] = json.dumps({"backend": model.backend})
-        options["worker-extension-cls"] = WORKER_EXTENSION
-    if model.device == "cpu":
-        # in bytes: VLLM_CPU_KVCACHE_SPACE knows whole GiB only
-        options["kv-cache-memory-bytes"] = int(config.memory_gib * 2**30)
-        switches.append("enforce-eager")
-    else:
-        options["gpu-memory-utilization"] = config.gpu_memory_utilization
-    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return [config.python or sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
+    command = [config.python or sys.executable, "-m", SERVER_MODULE]
+    for name, value in options.items():
+        command.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            command.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return command
 
 
 def engine_environment(workers: int, **extra: str) -> dict[str, str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.engines.engine_ranks import EngineRanks
-from megatron_replay.engines.vllm_command import ServedModel
+from megatron_replay.engines.vllm_options import ServedModel
 from megatron_replay.rollout import Completion, Prompt
 from megatron_replay.weight_sync.engine_control import EngineControl
 from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
@@ -55,7 +55,11 @@ class VllmEngine:
         self._policy: ShardedPolicy | None = None
         self._sender: WeightSender | None = None
         self._report: SyncReport | None = None
+        self._fed = False  # whether a push has succeeded
         self._sampled_by = -1  # weight version of the newest completions handed out
+        self._hopeless = False  # on a leader: prompts failed in a way that no other attempt changes
+        # by the engine's name: why pushes failed at it, since the last that did not fail
+        self._strikes: defaultdict[str, list[str]] = defaultdict(list)
 
     def load_weights(self, policy: ShardedPolicy, version: int) -> None:
         """Push the policy's weights. Raises WeightSyncError when no attempt left whole weights on every engine."""
@@ -131,6 +135,8 @@ class VllmEngine:
                 failure, report = self._try_sync(version, connected, suspect or attempt > 0)
             if not self.ranks.any(bool(failure)):
                 self.weight_version, self._report = version, self.ranks.from_first(report)
+                self._fed = True
+                self._strikes.clear()
                 return
             connected = False
             self.counts["failed_syncs"] += int(bool(failure))
@@ -150,7 +156,7 @@ class VllmEngine:
                 new = self.revive(suspect)
             except (RuntimeError, TimeoutError, OSError) as error:
                 failure = f"{type(error).__name__}: {error}"
-        new, failure, host = self.ranks.from_leader((new, failure, self.host()))
+        new, failure, host, fed = self.ranks.from_leader((new, failure, self.host(), len(self.controls())))
         if failure:
             return failure, None
         assert self._policy is not None
@@ -167,10 +173,13 @@ class VllmEngine:
             if new or not connected:
                 self._sender.connect(self.controls() if self.ranks.leads else (), host)
             return "", self._sender.push(version, weights)
-        except PlanRefusedError:
-            # the same on every rank of the replica, and it would be the same again
-            raise
         except WeightSyncError as error:
+            # the same on every rank of the replica
+            for name in error.engines:
+                self._strikes[name].append(str(error))
+            # a plan would be refused again; one engine of several may have been restarted with another model
+            if isinstance(error, PlanRefusedError) and not (self._fed and len(error.engines) < fed):
+                raise
             return str(error), None
 
     def _complete(
@@ -179,11 +188,13 @@ class VllmEngine:
         """All completions of a replica on all its ranks, what failed sampled again with weights of `version`."""
         rounds = 0
         while self.ranks.any(bool(failed)):
-            if rounds == self.config.retries:
+            refused = self.ranks.any(self._hopeless)
+            if refused or rounds == self.config.retries:
                 said = "; ".join(sorted(set(self.ranks.from_leader(reasons)))) or "another replica failed"
-                raise RuntimeError(
-                    f"prompts could not be sampled after {rounds} more rounds (--rl-vllm-retries): {said}"
+                how = (
+                    "and no other attempt would help" if refused else f"after {rounds} more rounds (--rl-vllm-retries)"
                 )
+                raise RuntimeError(f"prompts could not be sampled, {how}: {said}")
             rounds += 1
             self._sync(version, suspect=rounds > 1)
             if self.ranks.leads and failed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,20 +21,28 @@ from megatron_replay.engines.vllm_command import check_version, is_loopback, lau
 from megatron_replay.engines.vllm_engine import VllmEngine
 from megatron_replay.rollout import Completion, Prompt
 
+STRIKES = 2  # pushes in a row that fail at a server, before it is left out
+
 
 @dataclass
 class Server:
-    """One server; without a process it is the user's. `client` is None while it is down."""
+    """One server; without a process it is the user's. `client` is None while it is down or left out.
 
+    `barred` is why a server of the user's that answers is left out; it is tried again once it has stopped answering.
+    """
+
+    number: int
     url: str = ""
     process: ChildProcess | None = None
     client: VllmClient | None = None
+    barred: str = ""
 
 
 class VllmServerEngine(VllmEngine):
     """Servers that all replicas share. The first rank starts and feeds them; each replica's leader sends its requests.
 
-    A server of ours that is gone is started again; one of the user's is left out until it answers again.
+    A server of ours that is gone is started again; one of the user's is left out until it answers again. One of
+    several that takes no weights in a run under way is left out too, with a warning: the run goes on with the others.
     """
 
     AUTO: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
@@ -44,7 +53,7 @@ class VllmServerEngine(VllmEngine):
         self.log_folder, self.progress = Path(log_folder), progress
         self._key = os.environ.get(KEY_VARIABLE)
         urls = self.config.server_urls
-        self._servers = [Server(url) for url in urls] or [Server() for _ in range(self.config.servers)]
+        self._servers = [Server(i, url) for i, url in enumerate(urls or [""] * self.config.servers)]
         self._spawned = not urls
         self._reason = ""  # why a server that answers is left out
         nodes = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -82,20 +91,11 @@ class VllmServerEngine(VllmEngine):
         return next((h for h in up if not is_loopback(h)), up[0] if up else "127.0.0.1")
 
     def revive(self, suspect: bool) -> bool:
-        new = False
-        for number, server in enumerate(self._servers):
-            down = server.client is None or not server.client.healthy()
-            if not down and not (suspect and self._spawned):
-                continue
-            # one that is left out changes who is fed, as one that comes back does
-            new |= server.client is not None
-            _stop(server)
-            if self._spawned:
-                self.counts["restarts"] += int(bool(server.url))
-                self._spawn(number, server)
-                new = True
-            else:
-                new |= self._find(server)
+        gone = [s for s in self._servers if s.client is None or not s.client.healthy()]
+        if self._spawned:
+            new = self._start(self._servers if suspect else gone)
+        else:
+            new = self._look_for(gone) | self._leave_out()
         if not self.controls():
             words = self._reason or "no server answers"
             raise EngineError("unreachable", ", ".join(s.url for s in self._servers), "start", words)
@@ -123,27 +123,59 @@ class VllmServerEngine(VllmEngine):
 
     def _counted(self, result: PoolResult) -> tuple[list[Completion], list[Prompt], list[str]]:
         self.counts.update(vars(result.counters))
+        self._hopeless |= result.refused
         return result.completions, result.failed_prompts, result.reasons
 
-    def _spawn(self, number: int, server: Server) -> None:
+    def _start(self, servers: Sequence[Server]) -> bool:
+        """Start our servers (again), all at once; True if there were any."""
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        env = server_devices(number, self.config.tensor_parallel_size, self.ranks.device)
-        log = self.log_folder / f"vllm-server-{number}.log"
+        self.counts["restarts"] += sum(bool(server.url) for server in servers)
+        with ThreadPoolExecutor(len(servers) or 1) as calls:
+            started = [calls.submit(self._spawn, server) for server in servers]
+        # all have ended, also where one did not start
+        for one in started:
+            one.result()
+        return bool(servers)
+
+    def _spawn(self, server: Server) -> None:
+        _stop(server)
+        env = server_devices(server.number, self.config.tensor_parallel_size, self.ranks.device)
+        log = self.log_folder / f"vllm-server-{server.number}.log"
         server.process, server.client = launch_server(self.config, self.model, self._key, log, env)
         server.url = server.client.url
 
-    def _find(self, server: Server) -> bool:
-        """Whether the user's server answers now; one of another version does not count, where another server does."""
-        client = VllmClient(server.url, self._key, self.config.sync_timeout)
-        try:
-            if client.healthy():
-                check_version(client)
-                server.client, self._reason = client, ""
-                return True
-        except EngineError as error:
-            self._reason = str(error)
-        client.close()
-        return False
+    def _look_for(self, gone: Sequence[Server]) -> bool:
+        """See which of the user's servers that were gone answer now; True if some came or went."""
+        changed = False
+        for server in gone:
+            changed |= server.client is not None
+            _stop(server)
+            client = VllmClient(server.url, self._key, self.config.sync_timeout)
+            if not client.healthy():
+                # it may come back as another
+                server.barred = ""
+            elif not server.barred and not (problem := _version_problem(client)):
+                server.client, changed = client, True
+                continue
+            else:
+                self._reason = server.barred or problem
+            client.close()
+        return changed
+
+    def _leave_out(self) -> bool:
+        """Leave out those of the user's servers that keep failing pushes, where others take them; True if any did."""
+        fed = [server for server in self._servers if server.client is not None]
+        bad = [server for server in fed if len(self._strikes[server.client.name]) >= STRIKES]
+        if not self._fed or not bad or len(bad) == len(fed):
+            return False
+        for server in bad:
+            server.barred = self._strikes[server.client.name][-1]
+            warnings.warn(
+                f"{server.url} is left out until it is started again, it takes no weights: {server.barred}",
+                stacklevel=2,
+            )
+            _stop(server)
+        return True
 
 
 @dataclass
@@ -174,6 +206,14 @@ def server_devices(number: int, size: int, device: torch.device) -> dict[str, st
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(found)))).split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + size])}
+
+
+def _version_problem(client: VllmClient) -> str:
+    try:
+        check_version(client)
+    except EngineError as error:
+        return str(error)
+    return ""
 
 
 def _stop(server: Server) -> None:

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_replay.engines.vllm_command import BACKEND, PINNED_VLLM
+from megatron_replay.engines.vllm_options import BACKEND, PINNED_VLLM
 from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver

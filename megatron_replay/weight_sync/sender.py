@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -54,11 +55,12 @@ class WeightSender:
         """
         self.close()
         self._engines = engines
-        sizes = self._exchange(self._together(lambda: [e.world_size() for e in engines]))[0]
-        channel = self._together(lambda: self._open(host, workers=sum(sizes)))
         plan = {"plan": self.plan.to_json(), "timeout": self.timeout}
-        addresses = {"addresses": self._exchange(channel.address)}
         with ThreadPoolExecutor(max(1, len(engines))) as calls:
+            mine = self._together(lambda: _each(calls, engines, lambda e: e.world_size()))
+            sizes = self._exchange(mine)[0]
+            channel = self._together(lambda: self._open(host, workers=sum(sizes)))
+            addresses = {"addresses": self._exchange(channel.address)}
             # first without addresses: an engine of another model says so while nobody waits to meet it
             self._together(lambda: _each(calls, engines, lambda e: _checked(e, e.init_weight_transfer, plan)))
             asked = [
@@ -125,20 +127,30 @@ class WeightSender:
     def _meanwhile(self, work: Callable[[], None], asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
         """This rank's work while the engines are busy with their part; what either says of a failure is kept."""
         own: Exception | None = None
-        channel = self._channel
-        for call in asked:
-            # an engine that has failed will not meet this rank: whoever waits for it is told
-            call.add_done_callback(lambda c: c.exception() and channel is not None and channel.close())
+        channel, ended = self._channel, False
+        first: list[str] = []  # the engine that failed before anything else did: it takes the others along
+
+        def look(call: Future, engine: EngineControl) -> None:
+            if call.exception() is None:
+                return
+            if not ended and not first:
+                first.append(engine.name)
+            # it will not meet this rank: whoever waits for it is told
+            if channel is not None:
+                channel.close()
+
+        for call, engine in zip(asked, engines, strict=True):
+            call.add_done_callback(partial(look, engine=engine))
         try:
             work()
         except Exception as error:
-            own = error
+            own, ended = error, True
             # tells the engines, whose calls then end
             self.close()
         try:
             _results(asked, engines)
         except WeightSyncError as theirs:
-            raise type(theirs)(f"{theirs}; sender: {own}" if own else str(theirs)) from own
+            raise type(theirs)(f"{theirs}; sender: {own}" if own else str(theirs), first) from own
         if own is not None:
             raise own
 
@@ -152,19 +164,20 @@ class WeightSender:
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do this rank's part; what fails on one rank raises on all of them, in bounded time."""
-        failure, refused = None, False
+        failure, refused, named = None, False, ()
         try:
             result = work()
         except Exception as error:
             failure, refused = f"{type(error).__name__}: {error}", isinstance(error, PlanRefusedError)
+            named = error.engines if isinstance(error, WeightSyncError) else ()
             # tells whoever still waits for this rank's messages
             self.close()
-        outcomes = self._exchange((failure, refused))
-        if any(f for f, _ in outcomes):
+        outcomes = self._exchange((failure, refused, named))
+        if any(f for f, _, _ in outcomes):
             self.close()
-            said = "; ".join(f"rank {i}: {f}" for i, (f, _) in enumerate(outcomes) if f)
-            kind = PlanRefusedError if any(r for _, r in outcomes) else WeightSyncError
-            raise kind(f"the engines' weights were not updated ({said})")
+            said = "; ".join(f"rank {i}: {f}" for i, (f, _, _) in enumerate(outcomes) if f)
+            kind = PlanRefusedError if any(r for _, r, _ in outcomes) else WeightSyncError
+            raise kind(f"the engines' weights were not updated ({said})", [e for *_, named in outcomes for e in named])
         return result
 
 
@@ -197,18 +210,21 @@ def _commit(engine: EngineControl, version: int) -> None:
     engine.resume()
 
 
-def _each(calls: ThreadPoolExecutor, engines: Sequence[EngineControl], do: Callable[[EngineControl], None]) -> None:
-    _results([calls.submit(do, e) for e in engines], engines)
+def _each(calls: ThreadPoolExecutor, engines: Sequence[EngineControl], do: Callable[[EngineControl], T]) -> list[T]:
+    return _results([calls.submit(do, e) for e in engines], engines)
 
 
-def _results(asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
+def _results(asked: Sequence[Future[T]], engines: Sequence[EngineControl]) -> list[T]:
     """Wait for all; raise one error that names every engine that failed."""
-    failed, refused = [], False
+    results: list[T] = []
+    failed: dict[str, Exception] = {}
     for call, engine in zip(asked, engines, strict=True):
         try:
-            call.result()
+            results.append(call.result())
         except Exception as error:
-            failed.append(f"{engine.name}: {error}")
-            refused |= isinstance(error, PlanRefusedError)
+            failed[engine.name] = error
     if failed:
-        raise (PlanRefusedError if refused else WeightSyncError)(", ".join(failed))
+        refused = any(isinstance(error, PlanRefusedError) for error in failed.values())
+        said = ", ".join(f"{name}: {error}" for name, error in failed.items())
+        raise (PlanRefusedError if refused else WeightSyncError)(said, list(failed))
+    return results

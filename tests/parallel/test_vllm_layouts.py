@@ -13,7 +13,8 @@ import pytest
 
 from megatron_replay.config import VllmConfig
 from megatron_replay.engines.vllm_child import VllmChild
-from megatron_replay.engines.vllm_command import ServedModel, launch_server
+from megatron_replay.engines.vllm_command import launch_server
+from megatron_replay.engines.vllm_options import ServedModel
 from tests.hf_models import CASES, random_model
 from tests.launch import run_script
 from tests.vllm_greedy import ENGINE_SIZES, PARAMS, Answers, answers, check_same, llm_options, prompts

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_replay.config import VllmConfig
 from megatron_replay.engines.group_request import RawSample
 from megatron_replay.engines.vllm_child import VllmChild
-from megatron_replay.engines.vllm_command import BACKEND, WORKER_EXTENSION
+from megatron_replay.engines.vllm_options import LoadFormat, ServedModel, engine_options
 
 from .engine_phases import FOLDER_VARIABLE
 from .settings import ENGINES, Settings, python_path
 
 STARTUP_TIMEOUT = 300.0  # seconds
-KV_CACHE_BYTES = 1 << 25
+KV_CACHE_GIB = 1 / 32
 MAX_MODEL_LEN = 64
 # short: without bfloat16 units a CPU takes a second for some tokens of a real model
 PROMPTS = [[7 * i + 3, 5 * i + 11, 3 * i + 50] for i in range(8)]
@@ -24,37 +25,17 @@ LEAST_EQUAL = 6
 Generate = Callable[[Sequence[Sequence[int]], Sequence[dict[str, Any]]], list[list[RawSample]]]
 
 
-def options(settings: Settings, engine_layout: str, load_format: str) -> dict[str, Any]:
+def options(settings: Settings, engine_layout: str, load_format: LoadFormat) -> dict[str, Any]:
     """Of vLLM's LLM()."""
-    size = ENGINES[engine_layout]
-    parallel = {"tensor_parallel_size": size, "distributed_executor_backend": "mp"} if size > 1 else {}
-    return {
-        "model": str(settings.folder),
-        "dtype": "bfloat16",
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": len(PROMPTS),
-        # vLLM warms up with as many
-        "max_num_batched_tokens": MAX_MODEL_LEN,
-        "block_size": 32,
-        "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        "seed": 0,
-        "load_format": load_format,
-        "enforce_eager": True,
-        "generation_config": "vllm",
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "weight_transfer_config": {"backend": BACKEND},
-        "worker_extension_cls": WORKER_EXTENSION,
-        **parallel,
-    }
+    config = VllmConfig(tensor_parallel_size=ENGINES[engine_layout], max_num_seqs=len(PROMPTS), memory_gib=KV_CACHE_GIB)
+    served = ServedModel(settings.folder, "bfloat16", MAX_MODEL_LEN, seed=0, device="cpu", load_format=load_format)
+    # vLLM warms up with as many tokens as a batch may have
+    return engine_options(config, served) | {"max_num_batched_tokens": MAX_MODEL_LEN, "block_size": 32}
 
 
 def start_engine(settings: Settings, engine_layout: str, phases: Path) -> VllmChild:
     """An engine with weights of its own, in processes of its own; `phases` connects it to `looked_at`."""
     env = {"PYTHONPATH": python_path(), FOLDER_VARIABLE: str(phases)}
-    if ENGINES[engine_layout] > 1:
-        # vLLM would bind the workers to the NUMA nodes, of which there may be one
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return VllmChild(
         options(settings, engine_layout, "dummy")
         | {"worker_extension_cls": "benchmarks.weight_sync.engine_phases.EnginePhases"},
