@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,12 @@ from megatron_replay.config import GrpoConfig
 from megatron_replay.engines.build import AnyEngine, build_engine
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.engines.vllm_options import ServedModel
+from megatron_replay.evaluation.heldout import HeldoutAccuracy
 from megatron_replay.ops import backend as backends
 from megatron_replay.replay_buffer import MOST_TOKENS, RolloutReplayBuffer
-from megatron_replay.rollout import Prompt
 from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
 from megatron_replay.tasks.reward import Reward
-from megatron_replay.tasks.task import Task, build_task
+from megatron_replay.tasks.task import build_task
 from megatron_replay.telemetry import PhaseTimer, RunLog
 from megatron_replay.tokenizer import Tokenizer, build_tokenizer
 from megatron_replay.trainer import checkpoint
@@ -95,7 +94,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     max_prompt_length = args.seq_length - args.rl_max_response_length
     prompts = PromptSource(task, tokenizer, seed=args.seed, max_prompt_length=max_prompt_length)
     engine = make_engine(args, config, policy, shape, tokenizer)
-    evaluate = HeldoutAccuracy(args, engine, tokenizer, policy)
+    evaluate = heldout_accuracy(args, engine, tokenizer, policy)
 
     fixed = {
         "--seed": config.seed,
@@ -112,7 +111,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     counters |= state.counters
     seconds_before = counters["seconds"]
     if "accuracy_before" not in counters:
-        counters["accuracy_before"] = evaluate(step=0)
+        counters["accuracy_before"] = evaluate(0)
         if counters["accuracy_before"] is not None:
             log.say(f"held-out accuracy before training: {counters['accuracy_before']:.3f}")
             log.scalars(0, {"heldout_accuracy": counters["accuracy_before"]})
@@ -152,7 +151,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
             end_step=end_step,
             start_step=state.step,
         )
-        accuracy_after = evaluate(step=config.train_iters)
+        accuracy_after = evaluate(config.train_iters)
     finally:
         engine.close()
     summary = {
@@ -175,30 +174,21 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups) 
     log.close(summary)
 
 
-class HeldoutAccuracy:
-    """Mean reward over held-out prompts, `--eval-samples` samples each at the sampling temperature."""
-
-    def __init__(
-        self, args: argparse.Namespace, engine: AnyEngine, tokenizer: Tokenizer, policy: MegatronPolicy
-    ) -> None:
-        self.engine, self.policy, self.samples = engine, policy, args.eval_samples
-        self.group = policy.groups.data_parallel()
-        limit = args.seq_length - args.rl_max_response_length
-        self.prompts: list[Prompt] = []
-        if args.eval_prompts:
-            path = args.heldout_data_path
-            task: Task = build_task(args.rl_task, split="heldout", seed=args.seed, data_path=path)
-            self.prompts = heldout_prompts(task, tokenizer, args.eval_prompts, limit)
-            self.reward = Reward(task, tokenizer)
-
-    def __call__(self, step: int) -> float | None:
-        if not self.prompts:
-            return None
-        self.engine.load_weights(self.policy, version=step)
-        completions = self.engine.submit(self.group.shard(self.prompts), self.samples).result(step)
-        rewards = [r for r in self.reward(completions) if r is not None and math.isfinite(r)]
-        sums = self.group.sum(torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64))
-        return float(sums[0] / sums[1]) if sums[1] > 0 else None
+def heldout_accuracy(
+    args: argparse.Namespace, engine: AnyEngine, tokenizer: Tokenizer, policy: MegatronPolicy
+) -> Callable[[int], float | None]:
+    if not args.eval_prompts:
+        return lambda step: None
+    task = build_task(args.rl_task, split="heldout", seed=args.seed, data_path=args.heldout_data_path)
+    limit = args.seq_length - args.rl_max_response_length
+    return HeldoutAccuracy(
+        heldout_prompts(task, tokenizer, args.eval_prompts, limit),
+        args.eval_samples,
+        engine,
+        policy,
+        Reward(task, tokenizer),
+        policy.groups.data_parallel(),
+    )
 
 
 def build_policy(
