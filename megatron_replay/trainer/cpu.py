@@ -48,6 +48,17 @@ def _core(name: str) -> types.ModuleType:
     return importlib.import_module(f"megatron.core.{name}")
 
 
+def _jit_fuser() -> None:
+    """`@jit_fuser` of jit.py is torch.compile, which loads inductor when megatron.core is imported, seconds on every
+    rank, and needs a C++ compiler when such a function first runs. Here they run as they are written."""
+    compiler = torch.compile
+    torch.compile = lambda model=None, **_: (lambda fn: fn) if model is None else model  # type: ignore[assignment]
+    try:
+        _core("jit").disable_jit_fuser()
+    finally:
+        torch.compile = compiler
+
+
 def _unconditional_triton_import() -> None:
     """transformer/moe/ops/paged_stash.py imports triton even for dense models; where it is missing, a module
     whose kernels raise takes its place."""
@@ -219,6 +230,7 @@ def _checkpoint_results_queue() -> None:
 
 MENDS: tuple[Callable[[], None], ...] = (
     _unconditional_triton_import,
+    _jit_fuser,
     _current_device,
     _synchronize,
     _current_stream,

@@ -23,6 +23,8 @@ from megatron_replay.weight_sync.model_shape import ModelShape
 Kind = Literal["copy", "vocab", "qkv", "gate_up"]
 Dim = Literal["vocab", "hidden", "ffn", "head", "q", "kv"]
 HfTensor = tuple[str, tuple[Dim, ...]]
+# (like, shape) -> uninitialized memory with the dtype and on the device of `like`
+NewTensor = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Rule:
     hf: tuple[HfTensor, ...]
     kind: Kind = "copy"
     shard_dim: int | None = None
+
+
+def _new_tensor(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return like.new_empty(tuple(shape))
 
 
 _LAYER = "decoder.layers.{layer}."
@@ -169,17 +175,18 @@ def to_megatron(
     return shard(rule, merge(rule, parts, shape, padded_vocab), tensor_rank, tensor_size)
 
 
-def to_hf(name: str, shards: Sequence[Tensor], shape: ModelShape) -> dict[str, Tensor]:
+def to_hf(name: str, shards: Sequence[Tensor], shape: ModelShape, new: NewTensor = _new_tensor) -> dict[str, Tensor]:
     """The full Hugging Face tensors of one Megatron parameter, from its shards in tensor-parallel order.
 
-    Raises ValueError when the shards together have another shape than the parameter.
+    What lies in a shard as it is, is a view of it; `new(like, shape)` gives the memory for all else. Raises ValueError
+    when the shards together have another shape than the parameter.
     """
     rule, targets = find_rule(name, shape)
-    full = unshard(rule, shards)
+    full = unshard(rule, shards, new)
     rows = max(full.size(0), shape.vocab_size) if rule.kind == "vocab" else 0
     if full.shape != (expected := megatron_shape(name, shape, rows)):
         raise ValueError(f"{name} must be {list(expected)} over all shards, got {list(full.shape)}")
-    return dict(zip(targets, split(rule, full, shape), strict=True))
+    return dict(zip(targets, split(rule, full, shape, new), strict=True))
 
 
 def merge(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, padded_vocab: int) -> Tensor:
@@ -197,14 +204,15 @@ def merge(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, padded_vocab: 
     return torch.cat(list(parts)) if rule.kind == "gate_up" else parts[0]
 
 
-def split(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
+def split(rule: Rule, full: Tensor, shape: ModelShape, new: NewTensor = _new_tensor) -> list[Tensor]:
     """The full Megatron tensor -> Hugging Face tensors."""
     if rule.kind == "vocab":
         return [full[: shape.vocab_size]]
     if rule.kind == "qkv":
         groups, d = shape.num_kv_heads, shape.head_dim
         sizes = [shape.num_heads // groups * d, d, d]
-        return [x.flatten(0, 1) for x in full.unflatten(0, (groups, -1)).split(sizes, 1)]
+        parts = full.unflatten(0, (groups, -1)).split(sizes, 1)
+        return [x.flatten(0, 1) if groups == 1 else new(x, x.shape).copy_(x).flatten(0, 1) for x in parts]
     return list(full.chunk(2)) if rule.kind == "gate_up" else [full]
 
 
@@ -225,14 +233,17 @@ def shard(rule: Rule, full: Tensor, rank: int, size: int) -> Tensor:
     return torch.cat([x.chunk(size, rule.shard_dim)[rank] for x in pieces])
 
 
-def unshard(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
+def unshard(rule: Rule, shards: Sequence[Tensor], new: NewTensor = _new_tensor) -> Tensor:
     """The full Megatron tensor from all shards in tensor-parallel order."""
     if rule.shard_dim is None or len(shards) == 1:
         return shards[0]
+    parts = list(shards)
     if rule.kind == "gate_up":
         halves = [x.chunk(2) for x in shards]
-        return torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])
-    return torch.cat(list(shards), rule.shard_dim)
+        parts = [*(gate for gate, _ in halves), *(up for _, up in halves)]
+    full = list(parts[0].shape)
+    full[rule.shard_dim] = sum(x.size(rule.shard_dim) for x in parts)
+    return torch.cat(parts, rule.shard_dim, out=new(parts[0], full))
 
 
 def _rules(shape: ModelShape) -> Iterator[tuple[Rule, int | str]]:
