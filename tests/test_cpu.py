@@ -45,3 +45,20 @@ def test_nothing_is_mended_where_there_is_cuda() -> None:
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the mends are for machines without CUDA")
+def test_no_compiler_is_loaded_and_torch_compile_stays_what_it_is() -> None:
+    code = (
+        "import sys, torch; before = torch.compile\n"
+        "from megatron_replay.trainer import cpu; cpu.install()\n"
+        "from megatron.core.models.gpt import GPTModel\n"
+        "from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train as fused\n"
+        "assert torch.compile is before and 'torch._inductor.compile_fx' not in sys.modules\n"
+        "x = torch.ones(2, 3)\n"
+        "assert fused((x, None), x, 0.0).eq(2).all() and 'torch._inductor.compile_fx' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

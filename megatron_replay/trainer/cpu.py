@@ -49,8 +49,8 @@ def _core(name: str) -> types.ModuleType:
 
 
 def _jit_fuser() -> None:
-    """`@jit_fuser` of jit.py is torch.compile, which loads inductor when megatron.core is imported, seconds on every
-    rank, and needs a C++ compiler when such a function first runs. Here they run as they are written."""
+    """`@jit_fuser` of megatron/core/jit.py is torch.compile, which loads inductor when megatron.core is imported,
+    seconds on every rank, and needs a C++ compiler when such a function first runs. Here they run as written."""
     compiler = torch.compile
     torch.compile = lambda model=None, **_: (lambda fn: fn) if model is None else model  # type: ignore[assignment]
     try:
