@@ -15,6 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 VLLM := $(VENV)/.installed-vllm
+LINTERS := $(VENV)/.installed-lint
 QUICKSTART := @examples/quickstart/flags.txt
 ifneq ($(ENGINE),embedded)
 QUICKSTART += --rl-engine $(ENGINE) --run-dir runs/quickstart-$(ENGINE) --rl-vllm-memory-gib 0.25
@@ -64,9 +65,16 @@ test-fast: install  ## tests that start no other process and train nothing
 benchmark-deps: install  ## install other projects' replay buffers into .venv/benchmark, for tools/benchmark_buffer.py
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/benchmark -r requirements/benchmark.txt
 
-lint: install  ## ruff
+lint: install $(LINTERS)  ## ruff; hadolint on the Dockerfile; shellcheck on every shell script
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/hadolint Dockerfile
+	find . \( -path './.*' -o -path ./runs -o -path ./build \) -prune -o -name '*.sh' -print0 \
+		| xargs -0 $(VENV)/bin/shellcheck .ci/run
+
+$(LINTERS): $(STAMP) requirements/lint.txt
+	$(PIP) install --quiet -r requirements/lint.txt
+	touch $@
 
 format: install  ## let ruff rewrite what lint would refuse
 	$(VENV)/bin/ruff check --fix .

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megatron_replay.config import (
 )
 from megatron_replay.importance import ImportanceOptions
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
+from megatron_replay.tasks.grader_pool import GraderOptions
 
 C = TypeVar("C")
 ENGINES = ("embedded", "vllm-server", "vllm-colocated")
@@ -88,6 +90,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(SamplingConfig, "top_k", "--rl-default-top-k", "top-k sampling; above 0 it biases the ratios"),
         Flag(SamplingConfig, "allow_truncated_sampling", "--rl-allow-truncated-sampling", "accept top-p below 1 or top-k above 0"),
     ),
+    "reward": (
+        Flag(GraderOptions, "reward", "--rl-reward", "exact: the task's own score; math-verify; or MODULE:FUNCTION, called as function(prompt=, response=, answer=, extra=)"),
+        Flag(GraderOptions, "workers", "--rl-grader-workers", "processes of a data-parallel replica that judge responses"),
+        Flag(GraderOptions, "timeout", "--rl-grader-timeout", "seconds that a response may take to judge; a later one is dropped and counted"),
+        Flag(GraderOptions, "memory_mib", "--rl-grader-memory-mib", "address space of a grader process"),
+    ),
     "vllm": (
         Flag(VllmConfig, "server_urls", "--rl-vllm-server-url", "servers that run already (examples/serve_vllm.sh); without any, rank 0 starts them"),
         Flag(VllmConfig, "servers", "--rl-vllm-servers", "servers that rank 0 starts"),
@@ -122,6 +130,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(ModelOptions, "transformer_impl", "--transformer-impl", "layers; auto is Transformer Engine on CUDA where installed"),
         Flag(ModelOptions, "sequence_parallel", "--sequence-parallel", "shard activations over tensor-parallel ranks between layers"),
         Flag(ModelOptions, "make_vocab_size_divisible_by", "--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this"),
+        Flag(ModelOptions, "fp32_lm_head", "--rl-fp32-lm-head", "logits in float32, in trainer and engine: smaller gaps between their log-probs with --bf16"),
         Flag(ModelOptions, "recompute_activations", "--recompute-activations", "recompute layers in the backward pass"),
     ),
 }  # fmt: skip
@@ -154,7 +163,14 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--save-interval", type=int, default=50, help="steps between checkpoints; one is always written at the end"
     )
+    run.add_argument("--save-keep-last", type=int, default=0, help="checkpoints kept; older ones are removed; 0: all")
     run.add_argument("--load", help="folder of checkpoints to resume from")
+    run.add_argument(
+        "--exit-duration-in-mins",
+        type=float,
+        default=0.0,
+        help="save and end after the step in which these minutes are over; 0: no limit. SIGTERM and SIGUSR1 do so too",
+    )
     run.add_argument("--save-hf", help="folder for the trained model as a Hugging Face checkpoint; must not exist")
     run.add_argument(
         "--rl-replay-allow-empty-buffer", action="store_true", help="resume although the stored rollouts are missing"
@@ -164,6 +180,15 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", "cpu"),
         help="memory that the stored rollouts lie in; auto is the device that trains",
+    )
+    run.add_argument(
+        "--rl-max-nonfinite-updates",
+        type=int,
+        default=3,
+        help="updates in a row with a NaN or infinity in loss or gradient, all skipped, that end the run",
+    )
+    run.add_argument(
+        "--rl-train-batch", help="folder that such a run left behind: train on its batch once, print the metrics, end"
     )
     run.add_argument(
         "--eval-prompts", type=int, default=256, help="held-out prompts, evaluated before and after; 0 is off"
@@ -176,7 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--context-parallel-size", type=int, default=1, help="only 1: the loss is not split over context ranks"
     )
     layout.add_argument(
-        "--distributed-timeout-minutes", type=int, default=10, help="a collective that takes longer ends the run"
+        "--distributed-timeout-minutes", type=float, default=10.0, help="a collective that takes longer ends the run"
     )
     model = parser.add_argument_group("model and data")
     model.add_argument(
@@ -196,6 +221,22 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--rl-task", default="sort-digits", help="sort-digits, jsonl, or reasoning-gym:NAME")
     model.add_argument("--data-path", help="JSONL file of training prompts")
     model.add_argument("--heldout-data-path", help="JSONL file of held-out prompts")
+    model.add_argument(
+        "--rl-prompt-key", help="field of a JSONL line that holds the prompt; docs/data.md has the rules"
+    )
+    model.add_argument(
+        "--rl-answer-key", help="field of a JSONL line that holds the answer; a dot leads into an object"
+    )
+    model.add_argument(
+        "--rl-chat-template",
+        default="none",
+        help="none: a prompt is encoded as it is; model: the tokenizer's; or a file",
+    )
+    model.add_argument(
+        "--rl-filter-long-prompts",
+        action="store_true",
+        help="leave out prompts longer than --seq-length less --rl-max-response-length, which else end the run",
+    )
     model.add_argument("--rl-engine", default="embedded", choices=ENGINES, help="where rollouts are sampled")
     model.add_argument(
         "--rl-generation-batch-size", type=int, default=256, help="rows that the embedded engine samples at once"
@@ -224,14 +265,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     positive = (
-        "save_interval", "tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes",
+        "save_interval", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "seq_length", "micro_batch_size", "rl_generation_batch_size", "rl_logits_memory_mib", "eval_samples",
+        "rl_max_nonfinite_updates",
     )  # fmt: skip
     for name in positive:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.eval_prompts < 0:
-        parser.error(f"--eval-prompts must be at least 0, got {args.eval_prompts}")
+    if not 0 < args.distributed_timeout_minutes < math.inf:
+        parser.error(f"--distributed-timeout-minutes must be positive, got {args.distributed_timeout_minutes}")
+    for name in ("eval_prompts", "save_keep_last", "exit_duration_in_mins"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
     if args.context_parallel_size != 1:
         parser.error(f"--context-parallel-size must be 1, got {args.context_parallel_size}")
     if args.rl_max_response_length >= args.seq_length:
@@ -254,6 +299,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     optimizer_options(args)
     model_options(args)
     vllm_config(args)
+    grader_options(args)
     return args
 
 
@@ -281,6 +327,10 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 def vllm_config(args: argparse.Namespace) -> VllmConfig:
     return _build(VllmConfig, args)
+
+
+def grader_options(args: argparse.Namespace) -> GraderOptions:
+    return _build(GraderOptions, args)
 
 
 def kernel_backend(args: argparse.Namespace) -> str | None:

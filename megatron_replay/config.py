@@ -182,6 +182,7 @@ class ModelOptions:
     sequence_parallel: bool = False
     make_vocab_size_divisible_by: int = 128
     recompute_activations: bool = False
+    fp32_lm_head: bool = False  # logits in float32, from weights and hidden states as they are
 
     def __post_init__(self) -> None:
         # float16 is left out: the gradients of the loss would underflow before a loss scale reaches them

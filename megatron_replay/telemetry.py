@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from megatron_replay.run.lock import RunLock
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,7 +47,7 @@ def set_aside(folder: Path) -> Path | None:
 
 class RunLog:
     """The run folder of one run. A resumed run drops the rows its checkpoint has not seen and goes on; a new run
-    sets an earlier one in the same place aside."""
+    sets an earlier one in the same place aside, unless that one still runs: it holds the lock."""
 
     def __init__(self, folder: str | Path, *, start_step: int, total_steps: int, enabled: bool = True) -> None:
         self.folder = Path(folder)
@@ -54,8 +57,13 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
+        lock = self._lock = RunLock()
+        lock.take(self.folder, "--run-dir")
         earlier = set_aside(self.folder) if start_step == 0 else None
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if earlier is not None:
+            # the lock went along
+            lock.release()
+            lock.take(self.folder, "--run-dir")
         rows = [row for row in read_metrics(self.folder) if row["step"] < start_step]
         with open(self.folder / METRICS_FILE, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -69,7 +77,7 @@ class RunLog:
         """One row: an update of the policy."""
         if not self.enabled:
             return
-        self._file.write(json.dumps({"step": step, "iteration": iteration, **metrics}) + "\n")
+        self._file.write(json.dumps(_finite({"step": step, "iteration": iteration, **metrics})) + "\n")
         for name, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._board.add_scalar(name, value, step)
@@ -97,6 +105,7 @@ class RunLog:
         if summary is not None:
             draw_curves(read_metrics(self.folder), summary, self.folder / "curves.png")
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        self._lock.release()
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -113,6 +122,11 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}:{number} is not JSON: {line[:80]!r}") from error
     return rows
+
+
+def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
+    """NaN and infinity as null, since JSON has neither."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
 
 
 def progress_text(metrics: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -75,6 +75,34 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False)
+
+    def chat_template(self) -> str:
+        """The folder's own chat template. Raises ValueError where it has none, or several by name."""
+        template = self._model.chat_template
+        if not isinstance(template, str) or not template:
+            raise ValueError(
+                f"--rl-chat-template model needs a chat template in the folder of --tokenizer-model, got "
+                f"{'several' if template else 'none'} in {self._model.name_or_path!r}"
+            )
+        return template
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], template: str) -> list[int]:
+        """Ids of the messages in a Jinja template, with the mark that the assistant speaks next.
+
+        Raises ValueError where the template is none, or refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._model.apply_chat_template(
+                [dict(m) for m in messages],
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return _join(

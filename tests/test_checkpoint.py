@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -165,9 +166,44 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -
         checkpoint.load(saved, policy(other), new_buffer(), FIXED)
 
 
-def test_another_format_is_refused(folder: Path, copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "words"), [(99, r"99 \(a newer megatron_replay wrote it\)"), (1, "1$"), ("2", "'2'")]
+)
+def test_another_format_is_refused(folder: Path, copy: Path, version: object, words: str) -> None:
     run = parts(copy)["run"]
-    run.write_text(json.dumps(json.loads(run.read_text()) | {"format_version": 99}))
+    run.write_text(json.dumps(json.loads(run.read_text()) | {"format_version": version}))
     checkpoint.write_manifest(copy / "iter_0000002")
-    with pytest.raises(ValueError, match="format_version must be 2, got 99"):
+    with pytest.raises(ValueError, match=f"format_version must be 2, got {words}"):
         checkpoint.load(copy, policy(folder), new_buffer(), FIXED)
+
+
+def test_only_the_last_are_kept_on_request(folder: Path, tmp_path: Path) -> None:
+    p, buffer = trained(folder)
+    for step in (2, 4, 6, 8):
+        checkpoint.save(tmp_path, p, buffer, RunState(step, 0, FIXED))
+    (tmp_path / "iter_0000009.partial").mkdir()
+    (tmp_path / "notes").mkdir()
+    checkpoint.save(tmp_path, p, buffer, RunState(10, 0, FIXED), keep_last=3)
+    kept = {x.name for x in tmp_path.iterdir()}
+    assert {"iter_0000006", "iter_0000008", "iter_0000010", "notes"} <= kept and "iter_0000004" not in kept
+    checkpoint.save(tmp_path, p, buffer, RunState(12, 0, FIXED), keep_last=1)
+    assert [x.name for x in tmp_path.glob("iter_???????")] == ["iter_0000012"]
+    assert not list(tmp_path.glob("*.removed"))
+    assert checkpoint.load(tmp_path, policy(folder), new_buffer(), FIXED).step == 12
+
+
+def test_a_full_disk_keeps_the_last_good_one(folder: Path, tmp_path: Path) -> None:
+    p, buffer = trained(folder)
+    checkpoint.save(tmp_path, p, buffer, RunState(2, 32, FIXED))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # what the kernel says of a file that may not grow is what it says of a full disk, but for the number
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match=rf"--save {tmp_path}: iteration 4 could not be written, .* GB are free"):
+            checkpoint.save(tmp_path, p, buffer, RunState(4, 64, FIXED), keep_last=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint.load(tmp_path, policy(folder), new_buffer(), FIXED).step == 2
+    checkpoint.save(tmp_path, p, buffer, RunState(4, 64, FIXED), keep_last=1)
+    assert checkpoint.load(tmp_path, policy(folder), new_buffer(), FIXED).cursor == 64
+    assert {x.name for x in tmp_path.iterdir()} == {"iter_0000004", checkpoint.LATEST}

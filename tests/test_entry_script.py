@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_replay import arguments
 from megatron_replay.telemetry import read_metrics
 from megatron_replay.weight_sync.model_shape import ModelShape
 from tests.launch import EXAMPLE, ROOT, command, environment, torchrun
-from tests.single_rank import groups
+
+from tests.single_rank import groups  # isort: skip - before the trainer, which it prepares for a CPU
+
+from megatron_replay.run.parts import build_policy  # isort: skip
 
 pytestmark = pytest.mark.slow
 FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
@@ -77,20 +81,65 @@ def test_both_tokenizers_give_the_same_run(whole: Path, tmp_path: Path) -> None:
     assert comparable(read_metrics(tmp_path)) == comparable(read_metrics(whole))
 
 
-def test_kill_between_steps_and_resume_gives_the_same_metrics(whole: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "killed"
-    process = subprocess.Popen(
-        command(2, EXAMPLE, *flags(run_dir)),
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def start(run_dir: Path, *more: object, **env: str) -> subprocess.Popen[str]:
+    """A run on two ranks in a session of its own; its output is in RUN_DIR.txt."""
+    with run_dir.with_suffix(".txt").open("w") as output:
+        return subprocess.Popen(
+            command(2, EXAMPLE, *flags(run_dir, *more)),
+            env=environment() | env,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+
+
+def wait_for_rows(run_dir: Path, process: subprocess.Popen[str], rows: int) -> None:
     deadline = time.monotonic() + 200
-    while len(read_metrics(run_dir)) < 4:  # past the checkpoint of step 3
+    while len(read_metrics(run_dir)) < rows:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "stopped"
+    process = start(run_dir)
+    wait_for_rows(run_dir, process, 2)
+    process.terminate()
+    process.wait(60)
+    said = run_dir.with_suffix(".txt").read_text()
+    done = len(read_metrics(run_dir))
+    assert f"stopped by signal SIGTERM after step {done} of {STEPS} and saved; go on with --load" in said
+    assert 2 <= done < STEPS and not (run_dir / "summary.json").exists() and not (run_dir / ".lock").exists()
+    assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(done)
+    torchrun(2, EXAMPLE, *flags(run_dir, "--load", run_dir / "checkpoints"))
+    assert comparable(read_metrics(run_dir)) == comparable(read_metrics(whole))
+
+
+def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "hung"
+    process = start(run_dir, "--distributed-timeout-minutes", 0.2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    try:
+        wait_for_rows(run_dir, process, 2)
+        second = next(
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "pretrain_replay_grpo.py" in " ".join(child.cmdline()) and child.environ().get("RANK") == "1"
+        )
+        second.suspend()
+        assert process.wait(60) != 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    said = run_dir.with_suffix(".txt").read_text()
+    assert re.search(r"rank 0 is in phase \w+ of step \d; rank 1 has ended or stands still, in phase \w+ of step", said)
+    assert psutil.wait_procs([second], timeout=5)[1] == []
+
+
+def test_kill_between_steps_and_resume_gives_the_same_metrics(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    process = start(run_dir)
+    wait_for_rows(run_dir, process, 4)  # past the checkpoint of step 3
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     seen = len(read_metrics(run_dir))
@@ -176,15 +225,11 @@ def test_a_checkpoint_at_the_end_of_an_epoch_resumes_in_the_next(tmp_path: Path)
 
 def test_the_policy_has_a_bucket_for_every_age_that_is_drawn(tmp_path: Path) -> None:
     """0 .. tau_max where ages are named, and otherwise one for fresh and one for replayed rollouts."""
-    spec = importlib.util.spec_from_file_location("entry", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    entry = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(entry)
     args = arguments.parse_args(flags(tmp_path, "--tensor-model-parallel-size", 1))
     config, shape = arguments.grpo_config(args), ModelShape.from_folder(args.load_hf)
     for named, buckets in ((False, 2), (True, config.replay.tau_max + 1)):
         replay = dataclasses.replace(config.replay, age_metrics=named)
-        policy = entry.build_policy(args, dataclasses.replace(config, replay=replay), shape, groups())
+        policy = build_policy(args, dataclasses.replace(config, replay=replay), shape, groups())
         assert (policy.head.age_buckets, policy.age_metrics) == (buckets, named)
 
 

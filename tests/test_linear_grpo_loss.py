@@ -135,6 +135,7 @@ def test_no_part_of_the_weight_gradient_is_rounded_to_bfloat16(device: torch.dev
 def test_chunk_tokens_within(columns: int, dtype: torch.dtype, memory: int, tokens: int) -> None:
     weight = torch.empty(columns, 1, dtype=dtype)
     assert chunk_tokens_within(memory, weight) == tokens
+    assert chunk_tokens_within(memory, weight, dtype) == tokens
     padded = -(-columns // 64) * 64
     assert tokens == 1 or tokens * padded * weight.element_size() <= memory
     with pytest.raises(ValueError, match=r"^memory_bytes must be above 0, got 0"):
@@ -244,6 +245,27 @@ def test_nothing_trained(backend: str, name: str, device: torch.device) -> None:
     assert set(summarize_stats(result.stats, result.maxima).values()) == {0.0}
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_float32_logits_of_bfloat16_inputs_are_not_rounded(name: str) -> None:
+    hidden, weight, target, case = head_case(OPTIONS[name], torch.bfloat16)
+    loss, dhidden, dweight = dense_truth(hidden, weight, target, case)
+    truth, _ = token_logprob64(hidden.double() @ weight.double().T, target, V, TEMPERATURE)
+    errors = {}
+    for dtype in (None, torch.float32):
+        h, w = with_grad(hidden, weight)
+        result = linear(h, w, target, case, logits_dtype=dtype)
+        result.loss.backward()
+        errors[dtype] = float((result.logprobs - truth).abs().max())
+        # their own rounding, and that of dlogits
+        torch.testing.assert_close(h.grad.double(), dhidden, rtol=0.05, atol=0.02 * float(dhidden.abs().max()))
+        torch.testing.assert_close(w.grad.double(), dweight, rtol=0.05, atol=0.02 * float(dweight.abs().max()))
+    assert errors[torch.float32] < 1e-5 < 1e-3 < errors[None]
+    torch.testing.assert_close(result.loss.double(), loss, rtol=1e-5, atol=1e-6)
+    settings = {"vocab_size": V, "temperature": TEMPERATURE, "chunk_tokens": 9, "logits_dtype": torch.float32}
+    alone = linear_token_logprob(hidden, weight, target, **settings)
+    assert float((alone.logprob - truth).abs().max()) < 1e-5
+
+
 def test_linear_token_logprob() -> None:
     hidden, weight, target, _ = head_case(OPTIONS["default"], torch.float32)
     weight.requires_grad_()
@@ -273,6 +295,7 @@ def test_linear_token_logprob() -> None:
         ({"behavior_logprobs": torch.zeros(58)}, r"^behavior_logprobs must be \[57\] on cpu, got \[58\]"),
         ({"reference_logprobs": torch.zeros(56)}, r"^reference_logprobs must be \[57\]"),
         ({"chunk_tokens": 0}, r"^chunk_tokens must be at least 1, got 0"),
+        ({"logits_dtype": torch.float16}, r"^logits_dtype must be float32 or weight's torch\.\w+, got torch\.float16"),
         ({"options": GrpoLossOptions(kl_beta=0.1), "reference_logprobs": None}, r"^reference_logprobs must be given"),
     ],
 )  # fmt: skip

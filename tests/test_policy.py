@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_replay.config import SamplingConfig
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
-from megatron_replay.rollout import RolloutBatch
-from megatron_replay.trainer.optimizer import unwrap
+from megatron_replay.rollout import Completion, Prompt, RolloutBatch
 from tests.rollouts import batch
-from tests.single_rank import policy, random_qwen3
+from tests.single_rank import VOCAB, policy, random_qwen3
+
+from megatron_replay.trainer.generation import ModelSampler  # isort: skip
+from megatron_replay.trainer.optimizer import unwrap  # isort: skip
 
 LENGTHS = [(3, 4), (1, 1), (5, 2), (2, 6), (9, 12), (3, 4), (4, 1)]
 
@@ -183,3 +186,24 @@ def test_bf16_trains(folder: Path) -> None:
     first = p.train(source.replace(behavior_logprobs=got), step=0)
     assert first["grad_norm"] > 0 and abs(first["fresh/ratio_mean"] - 1) < 1e-3
     assert not torch.equal(p.logprobs(source), got)
+
+
+def test_a_float32_head_narrows_the_gap_between_sampler_and_trainer(folder: Path) -> None:
+    """With bfloat16 weights; what is left is the rounding of the layers, which the two compute in other shapes."""
+    gaps = {}
+    for dtype in (None, torch.float32):
+        p = policy(folder, dtype=torch.bfloat16)
+        p.head = dataclasses.replace(p.head, logits_dtype=dtype)
+        sampler = ModelSampler(
+            unwrap(p.model), p.groups, vocab_size=VOCAB, max_sequence_length=64, batch_size=16, logits_dtype=dtype
+        )
+        prompts = [Prompt(tuple(range(3, 7 + i)), counter=i, prompt_id=i) for i in range(8)]
+        sampling = SamplingConfig(max_response_length=12, seed=3)
+        drawn = sampler([x.tokens for x in prompts], list(range(8)), sampling, eos_id=1)
+        done = [
+            Completion(x, i, tuple(tokens), tuple(logprobs), "length", 0)
+            for i, (x, (tokens, logprobs)) in enumerate(zip(prompts, drawn, strict=True))
+        ]
+        rollouts = RolloutBatch.from_completions(done, [0.0] * 8)
+        gaps[dtype] = float((p.logprobs(rollouts) - rollouts.behavior_logprobs).abs().mean())
+    assert 0 < gaps[torch.float32] < gaps[None]

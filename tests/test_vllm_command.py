@@ -94,7 +94,9 @@ def test_the_command_line(model: ServedModel) -> None:
     assert on_cpu["--logprobs-mode"] == "processed_logprobs" and on_cpu["--generation-config"] == "vllm"
     assert on_cpu["--weight-transfer-config"] == '{"backend": "megatron_replay"}'
     assert on_cpu["--kv-cache-memory-bytes"] == str(2**28) and "--enforce-eager" in on_cpu
-    assert "--gpu-memory-utilization" not in on_cpu
+    assert not {"--gpu-memory-utilization", "--hf-overrides"} & set(on_cpu)
+    exact = options(server_command(config, dataclasses.replace(model, fp32_lm_head=True), 1))
+    assert exact["--hf-overrides"] == '{"head_dtype": "float32"}'
     on_gpu = options(server_command(config, dataclasses.replace(model, device="cuda", backend=None), 1))
     assert on_gpu["--gpu-memory-utilization"] == "0.3"
     assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--weight-transfer-config"} & set(on_gpu)

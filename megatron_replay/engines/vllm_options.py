@@ -30,6 +30,7 @@ class ServedModel:
     device: Literal["cpu", "cuda"]
     load_format: LoadFormat = "dummy"
     backend: str | None = BACKEND
+    fp32_lm_head: bool = False
 
 
 def engine_options(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
@@ -56,6 +57,8 @@ def engine_options(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
     if model.backend is not None:
         options["weight_transfer_config"] = {"backend": model.backend}
         options["worker_extension_cls"] = WORKER_EXTENSION
+    if model.fp32_lm_head:
+        options["hf_overrides"] = {"head_dtype": "float32"}
     if model.device == "cpu":
         # in bytes: VLLM_CPU_KVCACHE_SPACE knows whole GiB only
         options["kv_cache_memory_bytes"] = int(config.memory_gib * 2**30)

@@ -42,6 +42,7 @@ def linear_grpo_loss(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 1024,
+    logits_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> LinearGrpoLoss:
     """grpo_loss(token_logprob(hidden @ weight.T, target), ...) with the logits memory of one chunk.
@@ -63,11 +64,16 @@ def linear_grpo_loss(
     loss, logprobs, entropy and stats are equal on all ranks. Hidden states of tokens without a coefficient (masked, or
     clipped with no other term) reach no gradient, whatever they hold.
 
+    `logits_dtype` (default: that of weight) float32 leaves the logits of bfloat16 inputs unrounded, at twice the
+    memory; the products that make dhidden and dweight take dlogits rounded to weight's dtype all the same.
+
     Raises ValueError for wrong shapes, dtypes and ranges; float16 is refused, since its gradients would underflow
     before the loss scale reaches them. RuntimeError for a backend that cannot run.
     Source: the chunked gradient in the forward pass is that of Liger Kernel (Hsu et al., arXiv 2410.10989).
     """
-    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, tp_group, chunk_tokens, backend)
+    shard = _shard(
+        hidden, weight, target, vocab_start, vocab_size, temperature, tp_group, chunk_tokens, logits_dtype, backend
+    )
     if hidden.dtype == torch.float16:
         raise ValueError(
             f"hidden must be bfloat16, float32 or float64 (float16 gradients underflow), got {hidden.dtype}"
@@ -80,7 +86,7 @@ def linear_grpo_loss(
     def terms(at: slice, statistics: bool) -> GrpoLossTerms:
         return module.grpo_loss_terms(result.logprob[at], inputs.tokens(at), options, result.entropy[at], statistics)
 
-    head = _Head(hidden, weight, shard, chunk_tokens)
+    head = _Head(hidden, weight, shard, chunk_tokens, logits_dtype)
     one_pass = head.wants_gradient and options.ratio_level == "token"
     with torch.no_grad():
         for at, logits in head.chunks():
@@ -109,28 +115,41 @@ def linear_token_logprob(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 1024,
+    logits_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> TokenLogprob:
     """token_logprob(hidden @ weight.T, target) without a gradient, with the logits memory of one chunk.
 
-    hidden [T, H], weight [Vp, H]; the other arguments and the errors are those of `token_logprob`.
+    hidden [T, H], weight [Vp, H], logits_dtype as in `linear_grpo_loss`; the other arguments and the errors are those
+    of `token_logprob`.
     """
-    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, tp_group, chunk_tokens, backend)
+    shard = _shard(
+        hidden, weight, target, vocab_start, vocab_size, temperature, tp_group, chunk_tokens, logits_dtype, backend
+    )
     with torch.no_grad():
         result = _empty_result(hidden)
-        for at, logits in _Head(hidden, weight, shard, chunk_tokens).chunks():
+        for at, logits in _Head(hidden, weight, shard, chunk_tokens, logits_dtype).chunks():
             _store(result, at, shard.forward(logits, target[at]))
     return result
 
 
-def chunk_tokens_within(memory_bytes: int, weight: Tensor) -> int:
+def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """hidden [c, H] @ weight.T -> [c, Vp] in `dtype`; one that is wider than theirs leaves the sums unrounded."""
+    if dtype == weight.dtype:
+        return torch.mm(hidden, weight.T, out=out)
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.T, out_dtype=dtype, out=out)
+    return torch.mm(hidden.to(dtype), weight.to(dtype).T, out=out)
+
+
+def chunk_tokens_within(memory_bytes: int, weight: Tensor, logits_dtype: torch.dtype | None = None) -> int:
     """How many tokens a chunk may have so that its logits, against weight [Vp, H], take at most `memory_bytes`.
 
     At least 1; above 128 a multiple of 128, which fills the tiles of a matrix product. A larger chunk reads and writes
     the float32 sum of dweight less often.
     """
     require(memory_bytes > 0, "memory_bytes", memory_bytes, "must be above 0")
-    tokens = max(1, memory_bytes // (_padded(weight.shape[0]) * weight.element_size()))
+    tokens = max(1, memory_bytes // (_padded(weight.shape[0]) * (logits_dtype or weight.dtype).itemsize))
     return tokens if tokens < 128 else tokens // 128 * 128
 
 
@@ -140,12 +159,15 @@ class _Head:
     dweight is float32 at least. Either sum is None where its input needs no gradient.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_tokens: int) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_tokens: int, logits_dtype: torch.dtype | None
+    ) -> None:
         grad = torch.is_grad_enabled()
         self._hidden, self._weight, self._shard = hidden.detach(), weight.detach(), shard
         columns = weight.shape[0]
         # rows of whole cache lines, so that kernels and matrix products keep wide accesses whatever the shard is
-        self._buffer = weight.new_empty(min(chunk_tokens, hidden.shape[0]), _padded(columns))[:, :columns]
+        rows = min(chunk_tokens, hidden.shape[0])
+        self._buffer = weight.new_empty(rows, _padded(columns), dtype=logits_dtype)[:, :columns]
         self.dhidden = torch.zeros_like(self._hidden) if grad and hidden.requires_grad else None
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.dweight = torch.zeros_like(self._weight, dtype=sum_dtype) if grad and weight.requires_grad else None
@@ -156,7 +178,8 @@ class _Head:
         total, step = self._hidden.shape[0], self._buffer.shape[0]
         for start in range(0, total, max(step, 1)):
             at = slice(start, min(start + step, total))
-            yield at, torch.mm(self._hidden[at], self._weight.T, out=self._buffer[: at.stop - at.start])
+            out = self._buffer[: at.stop - at.start]
+            yield at, head_logits(self._hidden[at], self._weight, out.dtype, out)
 
     def add_gradient(
         self,
@@ -172,7 +195,7 @@ class _Head:
         dlogits = self._shard.backward(logits, target[at], chunk, dlogprob, dentropy, out=logits)
         # the products leave out padded columns and inactive tokens: 0 times a NaN there would be NaN
         words = slice(0, self._shard.valid_columns(logits))
-        dlogits = dlogits[:, words]
+        dlogits = dlogits[:, words].to(self._weight.dtype)
         if self.dhidden is not None:
             torch.mm(dlogits, self._weight[words], out=self.dhidden[at])
         if self.dweight is not None:
@@ -215,6 +238,7 @@ def _shard(
     temperature: float,
     tp_group: dist.ProcessGroup | None,
     chunk_tokens: int,
+    logits_dtype: torch.dtype | None,
     backend: str | None,
 ) -> VocabShard:
     if hidden.dim() != 2 or not hidden.is_floating_point():
@@ -227,6 +251,8 @@ def _shard(
         got = f"{list(target.shape)} on {target.device}"
         raise ValueError(f"target must be [{hidden.shape[0]}] on {hidden.device}, got {got}")
     require(chunk_tokens >= 1, "chunk_tokens", chunk_tokens, "must be at least 1")
+    if logits_dtype not in (None, weight.dtype, torch.float32):
+        raise ValueError(f"logits_dtype must be float32 or weight's {weight.dtype}, got {logits_dtype}")
     return VocabShard.of(
         weight.shape[0],
         target,

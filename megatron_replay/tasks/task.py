@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Split = Literal["train", "heldout"]
@@ -13,11 +13,15 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Problem:
-    """`problem_id` is the index that the task made it from."""
+    """`problem_id` is the index that the task made it from.
 
-    prompt: str
+    `prompt` is a string, or messages of a chat, {"role", "content"} each. `extra` is what a grader may want beside it.
+    """
+
+    prompt: str | tuple[Mapping[str, str], ...]
     answer: str
     problem_id: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -38,20 +42,24 @@ def build_task(
     split: Split,
     seed: int,
     data_path: str | None = None,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Task:
     """The task that --rl-task names: "sort-digits", "jsonl" (needs `data_path`) or "reasoning-gym:NAME".
 
-    `options` go to the Reasoning Gym dataset; other tasks take none. Raises ValueError for a name, split,
-    data path or option that does not fit.
+    `prompt_key` and `answer_key` name fields of the JSONL lines; `options` go to the Reasoning Gym dataset; other tasks
+    take none. Raises ValueError for a name, split, data path, key or option that does not fit.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     kind, _, dataset = name.partition(":")
     if options and kind != "reasoning-gym":
         raise ValueError(f"options must be empty for --rl-task {name}, got {dict(options)}")
-    if data_path is not None and name != "jsonl":
-        raise ValueError(f"{_data_flag(split)} must not be given for --rl-task {name}, got {data_path!r}")
+    given = {_data_flag(split): data_path, "--rl-prompt-key": prompt_key, "--rl-answer-key": answer_key}
+    for flag, value in given.items():
+        if value is not None and name != "jsonl":
+            raise ValueError(f"{flag} must not be given for --rl-task {name}, got {value!r}")
     if name == "sort-digits":
         from megatron_replay.tasks.sort_digits import SortDigits
 
@@ -61,7 +69,7 @@ def build_task(
 
         if data_path is None:
             raise ValueError(f"{_data_flag(split)} must name a JSONL file for --rl-task jsonl, got None")
-        return JsonlTask(data_path)
+        return JsonlTask(data_path, prompt_key=prompt_key, answer_key=answer_key)
     if kind == "reasoning-gym" and dataset:
         from megatron_replay.tasks.reasoning_gym import ReasoningGymTask
 

@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.policy import MegatronPolicy
+from megatron_replay.trainer.safe_load import nothing_is_run
 
 FORMAT_VERSION = 2
 LATEST = "latest_checkpointed_iteration.txt"
@@ -46,11 +50,34 @@ class RunState:
     counters: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def save(folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer, state: RunState) -> Path:
-    """Write iteration `state.step` and make it the latest. Every rank calls it."""
+def save(
+    folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer, state: RunState, *, keep_last: int = 0
+) -> Path:
+    """Write iteration `state.step` and make it the latest. Every rank calls it.
+
+    With `keep_last` older iterations than that many are removed once the new one is in place; 0 keeps all. Raises
+    RuntimeError, with the room that is left, where it cannot be written; the last good one then still is the latest.
+    """
     root = Path(folder)
     final = root / f"iter_{state.step:07d}"
     partial = final.with_suffix(".partial")
+    try:
+        _write(partial, policy, buffer, state)
+        if dist.get_rank() == 0:
+            _make_latest(root, partial, final)
+            if keep_last:
+                _remove_old(root, keep_last)
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        free = shutil.disk_usage(root).free
+        raise RuntimeError(
+            f"--save {root}: iteration {state.step} could not be written, {free / 1e9:.2f} GB are free; the last good "
+            f"one stays: {type(error).__name__}: {error}"
+        ) from error
+    dist.barrier()
+    return final
+
+
+def _write(partial: Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer, state: RunState) -> None:
     groups = policy.groups
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,15 +99,26 @@ def save(folder: str | Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer
         run["model"] = _model_identity(policy)
         (partial / "run.json").write_text(json.dumps(run, indent=1))
         write_manifest(partial)
-        replaced = final.with_suffix(".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        _write_atomically(root / LATEST, str(state.step))
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
-    return final
+
+
+def _make_latest(root: Path, partial: Path, final: Path) -> None:
+    replaced = final.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    _write_atomically(root / LATEST, str(int(final.name.removeprefix("iter_"))))
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_old(root: Path, keep_last: int) -> None:
+    newest = latest(root).name
+    older = sorted(x for x in root.glob("iter_*") if re.fullmatch(r"iter_\d+", x.name) and x.name < newest)
+    for old in older[: max(0, len(older) + 1 - keep_last)]:
+        # a folder that is half removed must not look like a checkpoint
+        gone = old.with_suffix(".removed")
+        old.rename(gone)
+        shutil.rmtree(gone)
 
 
 def load(
@@ -98,8 +136,9 @@ def load(
     iteration = latest(folder)
     check_manifest(iteration, allow_empty_buffer)
     run = json.loads((iteration / "run.json").read_text())
-    if run["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"--load {iteration}: format_version must be {FORMAT_VERSION}, got {run['format_version']}")
+    if (version := run["format_version"]) != FORMAT_VERSION:
+        newer = " (a newer megatron_replay wrote it)" if type(version) is int and version > FORMAT_VERSION else ""
+        raise ValueError(f"--load {iteration}: format_version must be {FORMAT_VERSION}, got {version!r}{newer}")
     for name, value in fixed.items():
         saved = run["fixed"].get(name)
         if saved != value:
@@ -157,7 +196,8 @@ def _load_weights(folder: Path, policy: MegatronPolicy) -> None:
         if isinstance(inner, DistributedOptimizer):
             # torch's AdamW has no state before its first step, and state_dict needs one `step` for all
             inner._init_optimizer_states_with_dummy_values()
-    state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
+    with nothing_is_run(folder):
+        state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
     result = unwrap(policy.model).load_state_dict(state["model"], strict=False)
     missing = [k for k in result.missing_keys if not k.endswith("_extra_state")]
     if missing or result.unexpected_keys:

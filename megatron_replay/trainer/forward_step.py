@@ -37,6 +37,7 @@ class HeadOptions:
     temperature: float
     logits_memory_bytes: int  # of one chunk of logits on a rank
     age_buckets: int  # 2 tell fresh rollouts from replayed ones; more tell the ages of those too
+    logits_dtype: torch.dtype | None = None  # None: that of the weight
     backend: str | None = None
 
 
@@ -143,7 +144,8 @@ def _vocabulary(head: HeadOptions, weight: Tensor, groups: ParallelGroups) -> di
         "vocab_size": head.vocab_size,
         "temperature": head.temperature,
         "tp_group": groups.tensor if groups.tensor_size > 1 else None,
-        "chunk_tokens": chunk_tokens_within(head.logits_memory_bytes, weight),
+        "chunk_tokens": chunk_tokens_within(head.logits_memory_bytes, weight, head.logits_dtype),
+        "logits_dtype": head.logits_dtype,
         "backend": head.backend,
     }
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor
 
 from megatron_replay.config import SamplingConfig
+from megatron_replay.ops.linear_grpo_loss import head_logits
 from megatron_replay.ops.philox import STREAM_SAMPLING, uniform
 from megatron_replay.trainer.model import head_weight
 from megatron_replay.trainer.parallel import ParallelGroups
@@ -31,7 +32,14 @@ class ModelSampler:
     """Samples responses from a GPTModel that is otherwise being trained."""
 
     def __init__(
-        self, model: GPTModel, groups: ParallelGroups, *, vocab_size: int, max_sequence_length: int, batch_size: int
+        self,
+        model: GPTModel,
+        groups: ParallelGroups,
+        *,
+        vocab_size: int,
+        max_sequence_length: int,
+        batch_size: int,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"--rl-generation-batch-size must be at least 1, got {batch_size}")
@@ -40,6 +48,7 @@ class ModelSampler:
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.batch_size = batch_size
+        self.logits_dtype = logits_dtype  # None: that of the weights
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingConfig, eos_id: int
@@ -82,6 +91,7 @@ class ModelSampler:
 
         context = StaticInferenceContext(b, total)
         wrapper = ShardedLogitsWrapper(self.model, context)
+        wrapper.logits_dtype = self.logits_dtype
         wrapper.prep_model_for_inference()
         start, end = 0, shortest
         while True:
@@ -192,6 +202,8 @@ def keep_likeliest(z: Tensor, top_p: float, top_k: int) -> Tensor:
 class ShardedLogitsWrapper(GPTInferenceWrapper):
     """Megatron's inference wrapper, returning the last position's logits shard [B, Vp] instead of a full gather."""
 
+    logits_dtype: torch.dtype | None = None
+
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
         return self.model(
             inference_input["tokens"],
@@ -199,12 +211,14 @@ class ShardedLogitsWrapper(GPTInferenceWrapper):
             inference_input["attention_mask"],
             inference_context=self.inference_context,
             runtime_gather_output=True,
-            output_processor=_last_logits,
+            output_processor=self._last_logits,
         )
 
-
-def _last_logits(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-    return hidden_states[-1] @ head_weight(output_layer, output_weight).t()  # [B, H] @ [H, Vp]
+    def _last_logits(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
+    ) -> Tensor:
+        weight = head_weight(output_layer, output_weight)
+        return head_logits(hidden_states[-1], weight, self.logits_dtype or weight.dtype)
 
 
 @contextmanager

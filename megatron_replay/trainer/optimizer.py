@@ -22,7 +22,8 @@ def wrap_for_training(
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=options.use_distributed_optimizer,
-            check_for_nan_in_grad=True,
+            # it would end the run; the policy looks itself, and skips the update
+            check_for_nan_in_grad=False,
         ),
         Float16Module(config, model) if config.bf16 else model,
     )

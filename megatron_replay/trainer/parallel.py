@@ -79,7 +79,7 @@ class ParallelGroups:
 
 
 def initialize(
-    tensor_size: int, pipeline_size: int, *, seed: int, timeout_minutes: int = 10, backend: str | None = None
+    tensor_size: int, pipeline_size: int, *, seed: int, timeout_minutes: float = 10.0, backend: str | None = None
 ) -> ParallelGroups:
     """Start torch.distributed, if it is not (torchrun's variables, or one process), and the model-parallel groups."""
     if not dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from megatron_replay.trainer.forward_step import (
     TrainForwardStep,
 )
 from megatron_replay.trainer.model import global_parameters
+from megatron_replay.trainer.nonfinite import NonfiniteUpdates, gradients_are_finite
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.packing import PackedMicrobatch, pack, padded_length, plan_bins
 from megatron_replay.trainer.parallel import ParallelGroups
@@ -45,6 +47,7 @@ class MegatronPolicy:
     bin_tokens: int  # token budget of a microbatch
     age_metrics: bool = False  # names for each age: the head's age_buckets are then ages
     generation_lag: int = 0  # age of a fresh rollout, but for the first step's
+    nonfinite: NonfiniteUpdates | None = None  # counts updates with a NaN; without it they are skipped all the same
     reference: dict[str, Tensor] | None = None  # weights of the reference model, where kl_beta > 0
 
     def __post_init__(self) -> None:
@@ -67,7 +70,8 @@ class MegatronPolicy:
     def train(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """One update on the global batch, and its metrics (the same on every rank).
 
-        Without a single rollout on any rank nothing is trained: weights and optimizer state stay as they are.
+        Without a single rollout on any rank, and where loss or gradient are not finite, nothing is trained: weights
+        and optimizer state stay as they are. Raises NonfiniteUpdatesError for too many of the latter in a row.
         """
         data = self.groups.data_parallel()
         counts = torch.tensor([int(batch.loss_mask.sum()), len(batch)], dtype=torch.int64)
@@ -75,7 +79,8 @@ class MegatronPolicy:
         lr = self._lr()
         self.scheduler.step(1)
         if rollouts == 0:
-            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "update_skipped": 1.0, "train/tokens": 0.0}
+            skipped = {"update_skipped": 1.0, "update_nonfinite": 0.0}
+            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "train/tokens": 0.0} | skipped
         weights = rollout_loss_weights(batch.response_lengths, tokens, rollouts, self.head.loss)
         packs = self._pack(batch)
         reference = self._reference_logprobs(batch, packs) if self.reference is not None else None
@@ -87,12 +92,16 @@ class MegatronPolicy:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._schedule(forward_step, list(zip(packs, inputs, strict=True)), forward_only=False)
-        succeeded, grad_norm, _ = self.optimizer.step()
+        finite = gradients_are_finite(self.model, forward_step.report.loss)
+        grad_norm = self.optimizer.step()[1] if finite else math.nan
         metrics = self._metrics(forward_step.report)
+        if self.nonfinite is not None:
+            self.nonfinite.observe(finite, batch, step, self.groups)
         metrics |= {
             "grad_norm": float(grad_norm or 0.0),
             "lr": lr,
-            "update_skipped": 0.0 if succeeded else 1.0,
+            "update_skipped": float(not finite),
+            "update_nonfinite": float(not finite),
             "train/tokens": float(tokens),
             "train/microbatches": float(len(packs)),
         }

@@ -1,0 +1,53 @@
+"""What can only be checked once the model, the tokenizer and the layout are known. Every error names a flag."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from megatron_replay import arguments
+from megatron_replay.config import GrpoConfig
+from megatron_replay.ops import backend as backends
+from megatron_replay.replay_buffer import MOST_TOKENS
+from megatron_replay.tokenizer import Tokenizer
+from megatron_replay.weight_sync.model_shape import ModelShape
+
+
+def check(
+    args: argparse.Namespace, shape: ModelShape, tokenizer: Tokenizer, device: torch.device, data_parallel: int
+) -> None:
+    """Raises ValueError. `data_parallel` is the number of data-parallel ranks."""
+    if args.seq_length > shape.max_positions:
+        raise ValueError(
+            f"--seq-length must be at most the model's {shape.max_positions} positions, got {args.seq_length}"
+        )
+    for op in ("token_logprob", "grpo_loss"):
+        try:
+            backends.resolve(op, arguments.kernel_backend(args), device)
+        except RuntimeError as error:
+            needs = f"--rl-kernel-backend must be one that runs here, got {args.rl_kernel_backend}"
+            raise ValueError(f"{needs} ({error})") from error
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ValueError(
+            f"--tokenizer-model must fit the model's vocabulary of {shape.vocab_size}, got {tokenizer.vocab_size} ids"
+        )
+    if args.grpo_prompts_per_step % data_parallel:
+        raise ValueError(
+            f"--grpo-prompts-per-step must be a multiple of the {data_parallel} data-parallel ranks, "
+            f"got {args.grpo_prompts_per_step}"
+        )
+
+
+def arena_tokens(args: argparse.Namespace, config: GrpoConfig, shards: int) -> int:
+    """Tokens of one shard's arena: every rollout that it can hold at once, at full length."""
+    if not config.replay.enabled:
+        return 1
+    alive = (config.replay.tau_max + 1) * config.prompts_per_step * config.group_size
+    tokens = min(config.replay.capacity, -(-alive // shards)) * args.seq_length
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"--rl-replay-capacity {config.replay.capacity} must leave a rank fewer than 2^31 tokens of "
+            f"--seq-length {args.seq_length}, got {tokens}"
+        )
+    return tokens

@@ -1,0 +1,234 @@
+"""GraderPool: processes that judge responses, each item within a limit of wall-clock time and memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_replay.tasks.grader_worker import receive, send
+
+WORKER = Path(__file__).with_name("grader_worker.py")
+MATH_GRADER = Path(__file__).with_name("math_grader.py")
+# compiles the patterns and builds the parser's tables before the clock of the first item runs; its value is 1
+MATH_WARM_UP = {"prompt": "", "response": r"\boxed{\frac{2}{4}}", "answer": "0.5", "extra": {}}
+# importing a grader may take long on a file system that many nodes share
+STARTUP_LIMIT = 120.0  # seconds
+Item = Mapping[str, Any]  # prompt, response, answer, extra
+
+
+@dataclass(frozen=True)
+class GraderOptions:
+    """How responses are judged.
+
+    `reward` is "exact" (the task's own score, no process), "math-verify", or the MODULE:FUNCTION or FILE.py:FUNCTION
+    that processes call. A process may take `memory_mib` MiB of address space, an item `timeout` seconds of wall-clock
+    time.
+    """
+
+    reward: str = "exact"
+    workers: int = 4
+    timeout: float = 10.0
+    memory_mib: int = 4096
+
+    def __post_init__(self) -> None:
+        place, _, attribute = self.reward.rpartition(":")
+        if self.reward not in ("exact", "math-verify") and not (place and attribute):
+            raise ValueError(f"reward must be exact, math-verify or MODULE:FUNCTION, got {self.reward!r}")
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        if self.memory_mib < 128:
+            raise ValueError(f"memory_mib must be at least 128, got {self.memory_mib}")
+
+    @property
+    def function(self) -> str:
+        """What the processes load."""
+        return f"{MATH_GRADER}:grade" if self.reward == "math-verify" else self.reward
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What came of one item. `value` is None where the grader gave none, or where `failure` says why there is none."""
+
+    value: float | None
+    failure: Literal["", "timeout", "error", "bad"] = ""
+    words: str = ""
+    restarted: bool = False
+
+
+class GraderPool:
+    """`options.workers` processes that call `options.function` on items; they start here, with the variables `env`.
+
+    Each process belongs to a thread of its own. A process that is late, or that dies, is killed with all of its
+    session and replaced; its item gets a Grade with a failure. The processes end with `close`, or with this process
+    in whatever way (kill -9 included).
+    Raises ValueError where the function cannot be loaded or called, RuntimeError where a process does not start.
+    """
+
+    def __init__(self, options: GraderOptions, env: Mapping[str, str]) -> None:
+        self.options = options
+        # neither the order of a set nor the threads of a library may change a grade
+        self._env = {**env, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        self._jobs: queue.SimpleQueue[tuple[Item, Future[Grade]] | None] = queue.SimpleQueue()
+        self._closed = False
+        started: list[Future[None]] = [Future() for _ in range(options.workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(future,), name=f"grader-{i}", daemon=True)
+            for i, future in enumerate(started)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            for future in started:
+                future.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def grade(self, items: Sequence[Item]) -> list[Grade]:
+        """One Grade for each item, in order; any thread may call it.
+
+        Raises RuntimeError after `close`, and where a process that must be replaced does not start.
+        """
+        if self._closed:
+            raise RuntimeError("the grader pool is closed")
+        futures: list[Future[Grade]] = [Future() for _ in items]
+        for job in zip(items, futures, strict=True):
+            self._jobs.put(job)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the processes once their items are judged. Twice is once."""
+        if not self._closed:
+            self._closed = True
+            for _ in self._threads:
+                self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> GraderPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _serve(self, started: Future[None]) -> None:
+        try:
+            process: _GraderProcess | None = self._start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while (job := self._jobs.get()) is not None:
+            item, future = job
+            try:
+                process = process or self._start()
+                grade = process.grade(item, time.monotonic() + self.options.timeout)
+            except BaseException as error:
+                future.set_exception(error)
+                continue
+            future.set_result(grade)
+            if grade.restarted:
+                process = None
+                # where this fails, the next item tries again and says why
+                with suppress(ValueError, RuntimeError, OSError):
+                    process = self._start()
+        if process is not None:
+            process.kill()
+
+    def _start(self) -> _GraderProcess:
+        return _GraderProcess(self.options, self._env)
+
+
+class _GraderProcess:
+    def __init__(self, options: GraderOptions, env: Mapping[str, str]) -> None:
+        self._options = options
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            # by path, not with -m, which would import the package and torch; -P keeps this folder off sys.path
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(os.getpid())],
+                env=env,
+                stdin=theirs,
+                stdout=2,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + STARTUP_LIMIT
+        # this process's folder comes last: a script's own folder, not the current one, is on its path
+        settings = {
+            "function": options.function,
+            "path": [*sys.path, os.getcwd()],
+            "memory_bytes": options.memory_mib << 20,
+        }
+        try:
+            send(self._channel, settings, deadline)
+            said = receive(self._channel, deadline)
+        except TimeoutError:
+            self.kill()
+            raise RuntimeError(f"{self._name}: a grader did not start within {STARTUP_LIMIT:g} s") from None
+        except (EOFError, OSError):
+            raise RuntimeError(
+                f"{self._name}: a grader died at its start, {self._ended()} "
+                f"(--rl-grader-memory-mib {options.memory_mib})"
+            ) from None
+        if "failed" in said:
+            self.kill()
+            raise ValueError(f"{self._name} cannot be used: {said['failed']}")
+        if options.reward == "math-verify":
+            grade = self.grade(MATH_WARM_UP, deadline)
+            if grade.value != 1:
+                self.kill()
+                raise RuntimeError(
+                    f"{self._name} does not work here: {grade.words or f'a right answer got {grade.value}'}"
+                )
+
+    @property
+    def _name(self) -> str:
+        return f"--rl-reward {self._options.reward}"
+
+    def grade(self, item: Item, deadline: float) -> Grade:
+        """The process is dead afterwards where the Grade says `restarted`."""
+        try:
+            send(self._channel, dict(item), deadline)
+            said = receive(self._channel, deadline)
+        except TimeoutError:
+            self.kill()
+            return Grade(None, "timeout", f"no grade within {self._options.timeout:g} s", restarted=True)
+        except (EOFError, OSError):
+            return Grade(None, "error", f"the grader died, {self._ended()}", restarted=True)
+        for failure in ("error", "bad"):
+            if failure in said:
+                return Grade(None, failure, said[failure])
+        return Grade(said["value"])
+
+    def kill(self) -> None:
+        """End the process and what it started in its session."""
+        # a process that has ended may have left others of its session
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+
+    def _ended(self) -> str:
+        # it closes its channel a moment before it ends; not collected yet, so its number is nobody else's
+        ended, deadline = None, time.monotonic() + 1
+        while ended is None and time.monotonic() < deadline:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            time.sleep(0.01)
+        self.kill()
+        code = self._process.returncode
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
