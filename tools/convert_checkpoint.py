@@ -39,6 +39,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_replay.config import ModelOptions
 from megatron_replay.trainer import checkpoint
 from megatron_replay.trainer.hf_checkpoint import load_hf_weights, save_hf
+from megatron_replay.trainer.manifest import check_manifest, write_manifest
 from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.parallel import ParallelGroups, initialize, shutdown
 from megatron_replay.weight_sync.model_shape import ModelShape
@@ -121,7 +122,9 @@ def from_hf(args: argparse.Namespace, shape: ModelShape) -> None:
     if dist.get_rank() == 0:
         run = {"format_version": WEIGHTS_ONLY, "step": 0, "model": sizes(shape) | {"dtype": str(dtype)}}
         (iteration / "run.json").write_text(json.dumps(run, indent=1))
-        checkpoint.write_manifest(iteration)
+    dist.barrier()
+    write_manifest(iteration)
+    if dist.get_rank() == 0:
         (partial / checkpoint.LATEST).write_text("0")
         partial.rename(args.save)
         print(f"{args.save}: {args.load_hf} in {dtype}")
@@ -141,7 +144,7 @@ def find_iteration(folder: Path, step: int | None) -> Path:
 def read_run(iteration: Path) -> dict[str, Any]:
     """run.json of an iteration whose format is known."""
     # the weights are what is wanted: a lost buffer shard does not matter here
-    checkpoint.check_manifest(iteration, allow_empty_buffer=True)
+    check_manifest(iteration, allow_empty_buffer=True)
     run: dict[str, Any] = json.loads((iteration / "run.json").read_text())
     known = (checkpoint.FORMAT_VERSION, WEIGHTS_ONLY)
     if run.get("format_version") not in known:

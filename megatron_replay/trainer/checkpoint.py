@@ -4,7 +4,7 @@
     SAVE/iter_0000050/weights/...                               megatron-core torch_dist
     SAVE/iter_0000050/replay_buffer_00000_of_00002.safetensors  one for each data-parallel rank
     SAVE/iter_0000050/run.json                                  step, prompt cursor, schedule, identity, counters
-    SAVE/iter_0000050/manifest.json                             every file's size, and sha256 of what we write
+    SAVE/iter_0000050/manifest.json                             every file's size and sha256
 
 A checkpoint is written beside its place, then renamed, then named by the latest-file: a run killed at any
 moment leaves the last good one. Loading checks the manifest first; a missing or damaged part is an error that
@@ -15,9 +15,7 @@ whole random state.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -32,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_replay.replay_buffer import RolloutReplayBuffer
+from megatron_replay.trainer.manifest import check_manifest, write_atomically, write_manifest
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.policy import MegatronPolicy
 from megatron_replay.trainer.safe_load import nothing_is_run
@@ -98,7 +97,8 @@ def _write(partial: Path, policy: MegatronPolicy, buffer: RolloutReplayBuffer, s
         run["distributed_optimizer"] = _is_distributed(policy)
         run["model"] = _model_identity(policy)
         (partial / "run.json").write_text(json.dumps(run, indent=1))
-        write_manifest(partial)
+    dist.barrier()
+    write_manifest(partial)
 
 
 def _make_latest(root: Path, partial: Path, final: Path) -> None:
@@ -107,7 +107,7 @@ def _make_latest(root: Path, partial: Path, final: Path) -> None:
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    _write_atomically(root / LATEST, str(int(final.name.removeprefix("iter_"))))
+    write_atomically(root / LATEST, str(int(final.name.removeprefix("iter_"))))
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -216,48 +216,3 @@ def _model_identity(policy: MegatronPolicy) -> dict[str, Any]:
 def _is_distributed(policy: MegatronPolicy) -> bool:
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     return any(isinstance(x, DistributedOptimizer) for x in inner)
-
-
-def write_manifest(folder: Path) -> None:
-    files: dict[str, dict[str, Any]] = {}
-    for path in sorted(x for x in folder.rglob("*") if x.is_file() and x.name != "manifest.json"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        entry: dict[str, Any] = {"bytes": path.stat().st_size}
-        if path.parent == folder:
-            entry["sha256"] = _sha256(path)
-        files[str(path.relative_to(folder))] = entry
-    _write_atomically(folder / "manifest.json", json.dumps(files, indent=1))
-
-
-def check_manifest(folder: Path, allow_empty_buffer: bool) -> None:
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise ValueError(f"--load {folder} is incomplete: manifest.json is missing")
-    for name, entry in json.loads(path.read_text()).items():
-        part = folder / name
-        if not part.is_file():
-            if allow_empty_buffer and name.startswith("replay_buffer_"):
-                continue
-            hint = " (--rl-replay-allow-empty-buffer goes on without it)" if name.startswith("replay_buffer_") else ""
-            raise ValueError(f"--load {folder} is incomplete: {name} is missing{hint}")
-        if part.stat().st_size != entry["bytes"]:
-            raise ValueError(
-                f"--load {folder} is damaged: {name} has {part.stat().st_size} bytes, {entry['bytes']} were written"
-            )
-        if "sha256" in entry and _sha256(part) != entry["sha256"]:
-            raise ValueError(f"--load {folder} is damaged: the checksum of {name} differs")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
