@@ -116,6 +116,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     if first and (said := prompts.report()):
         print(said, flush=True)
     graders = build_graders(args, groups)
+    reward = Reward(task, tokenizer, graders)
     engine = make_engine(args, config, policy, shape, tokenizer)
     evaluate = heldout_accuracy(args, engine, tokenizer, policy, graders)
 
@@ -153,7 +154,10 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
             counters["replayed_rollouts"] += int(metrics.get("replay/rollouts", 0))
         times = {f"time/{p}": 0.0 for p in ("generate", "reward", "draw", "train", "sync")} | timer.drain()
         tokens_per_second = metrics["train/tokens"] / max(1e-9, times["time/train"])
-        consumed = {"consumed_train_samples": counters["fresh_rollouts"], "tokens_per_second": tokens_per_second}
+        graded = reward.counters()
+        sums = data.sum(torch.tensor(list(graded.values()), dtype=torch.float64)).tolist()
+        consumed: dict[str, float] = dict(zip(graded, sums, strict=True))
+        consumed |= {"consumed_train_samples": counters["fresh_rollouts"], "tokens_per_second": tokens_per_second}
         log.update(step, iteration, metrics | consumed | times)
 
     stopped_by = ""
@@ -183,7 +187,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
             policy,
             engine,
             prompts,
-            Reward(task, tokenizer, graders),
+            reward,
             buffer,
             config,
             group=data,
@@ -204,6 +208,8 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
             accuracy_after = evaluate(config.train_iters)
     finally:
         engine.close()
+        if graders is not None:
+            graders.close()
     summary = {
         "accuracy_before": counters["accuracy_before"],
         "accuracy_after": accuracy_after,
