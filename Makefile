@@ -16,13 +16,14 @@ STAMP := $(VENV)/.installed
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 VLLM := $(VENV)/.installed-vllm
 LINTERS := $(VENV)/.installed-lint
+BROWSER := $(VENV)/browser
 QUICKSTART := @examples/quickstart/flags.txt
 ifneq ($(ENGINE),embedded)
 QUICKSTART += --rl-engine $(ENGINE) --run-dir runs/quickstart-$(ENGINE) --rl-vllm-memory-gib 0.25
 endif
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast benchmark-deps lint format clean
+.PHONY: help install train test test-fast benchmark-deps browser lint format clean
 
 help:
 	@grep -E '^(#|[a-z-]+:.*##)' Makefile | sed -E 's/^# //; s/:.*## /: /'
@@ -50,7 +51,7 @@ $(VLLM): $(STAMP) requirements/vllm.txt
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-test: install $(VLLM) $(OLDEST_TRITON)/.installed  ## all tests
+test: install $(VLLM) $(OLDEST_TRITON)/.installed $(LINTERS) $(BROWSER)/.installed  ## all tests
 	$(PY) -m pytest $(PYTEST)
 
 $(OLDEST_TRITON)/.installed: $(STAMP)
@@ -71,6 +72,12 @@ lint: install $(LINTERS)  ## ruff; hadolint on the Dockerfile; shellcheck on eve
 	$(VENV)/bin/hadolint Dockerfile
 	find . \( -path './.*' -o -path ./runs -o -path ./build \) -prune -o -name '*.sh' -print0 \
 		| xargs -0 $(VENV)/bin/shellcheck .ci/run
+
+browser: $(BROWSER)/.installed  ## a headless Chromium in .venv/browser, for the tests of tools/report.py
+
+$(BROWSER)/.installed: $(STAMP) requirements/browser.txt tools/reporting/install_browser.py
+	$(PY) tools/reporting/install_browser.py $(BROWSER)
+	touch $@
 
 $(LINTERS): $(STAMP) requirements/lint.txt
 	$(PIP) install --quiet -r requirements/lint.txt

@@ -33,10 +33,12 @@ from megatron_replay import arguments
 from megatron_replay.algorithm import replay_grpo
 from megatron_replay.config import GrpoConfig
 from megatron_replay.ops import backend as backends
+from megatron_replay.planning.hardware import Hardware
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.run.checks import arena_tokens, check
+from megatron_replay.run.dry_run import dry_run
 from megatron_replay.run.lock import RunLock
-from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine
+from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch
 from megatron_replay.tasks.prompts import PromptSource
 from megatron_replay.tasks.reward import Reward
 from megatron_replay.tasks.task import build_task
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments.parse_args(argv)
     config = arguments.grpo_config(args)
     quiet()
+    if args.dry_run:
+        sys.exit(plan_only(args))
     groups = initialize(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -66,6 +70,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     train(args, config, groups, board)
     board.close()
     shutdown()
+
+
+def plan_only(args: argparse.Namespace) -> int:
+    """--dry-run: one process, no process group. The exit code is 1 where something must change."""
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    found = dry_run(
+        args,
+        world_size=args.dry_run_world_size or model_parallel,
+        gpus_per_node=args.dry_run_gpus_per_node,
+        hardware=Hardware(gpu_memory_gb=args.dry_run_gpu_memory_gb),
+    )
+    print("\n".join(found.lines()))
+    return found.exit_code
 
 
 def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, board: PhaseBoard) -> None:
@@ -134,6 +151,8 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
         prompts.load_state_dict({"cursor": state.cursor})
     save_folder = Path(args.save or Path(args.run_dir, "checkpoints"))
     log = RunLog(args.run_dir, start_step=state.step, total_steps=config.train_iters, enabled=first)
+    log.describe(vars(args))
+    watch = rollout_watch(args, tokenizer, state.step, policy, buffer)
     if first and args.save:
         lock.take(save_folder, "--save")
     counters: dict[str, Any] = {"updates": 0, "fresh_rollouts": 0, "replayed_rollouts": 0, "seconds": 0.0}
@@ -193,6 +212,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
             group=data,
             phase=phase,
             report=report,
+            watch=watch,
             end_step=end_step,
             start_step=state.step,
         )

@@ -72,6 +72,7 @@ class Prompts(Protocol):
 Reward = Callable[[Sequence[Completion]], Sequence[float | None]]
 Phase = Callable[[str], AbstractContextManager[None]]  # times a named part of a step
 Report = Callable[[int, int, dict[str, Any]], None]  # step, iteration, metrics of one update
+Watch = Callable[[int, RolloutBatch, Draw], None]  # step, the batch before it is trained on, the draw in it
 
 
 def replay_grpo(
@@ -85,6 +86,7 @@ def replay_grpo(
     group: DataParallelGroup,
     phase: Phase,
     report: Report,
+    watch: Watch | None = None,
     end_step: Callable[[int], bool],
     start_step: int = 0,
 ) -> None:
@@ -114,6 +116,9 @@ def replay_grpo(
         with phase("draw"):
             buffer.evict(step)
             batch, draw = compose(fresh, buffer, config, step, group)
+        if watch is not None:
+            with phase("log"):
+                watch(step, batch, draw)
         metrics = step_metrics(rollouts, fresh, counts, group) | buffer.metrics(step) | draw_metrics(draw, step, group)
         metrics |= engine.metrics()
         for iteration in range(config.iterations):

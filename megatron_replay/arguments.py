@@ -191,6 +191,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--rl-train-batch", help="folder that such a run left behind: train on its batch once, print the metrics, end"
     )
     run.add_argument(
+        "--rl-log-rollouts-interval",
+        type=int,
+        default=10,
+        help="steps between rollouts that are written to RUN_DIR/rollouts.jsonl for tools/report.py; 0 writes none",
+    )
+    run.add_argument("--rl-log-rollouts", type=int, default=8, help="rollouts written of such a step")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start nothing: check flags, model, shards, checkpoint, data and reward, print the plan of memory and time",
+    )
+    run.add_argument("--dry-run-world-size", type=int, help="processes of the run that is planned; default: TP x PP")
+    run.add_argument("--dry-run-gpus-per-node", type=int, default=8, help="GPUs of a node of the run that is planned")
+    run.add_argument("--dry-run-gpu-memory-gb", type=float, default=80.0, help="memory of each of them, 10^9 bytes")
+    run.add_argument(
         "--eval-prompts", type=int, default=256, help="held-out prompts, evaluated before and after; 0 is off"
     )
     run.add_argument("--eval-samples", type=int, default=4, help="samples of each held-out prompt")
@@ -267,14 +282,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     positive = (
         "save_interval", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "seq_length", "micro_batch_size", "rl_generation_batch_size", "rl_logits_memory_mib", "eval_samples",
-        "rl_max_nonfinite_updates",
+        "rl_max_nonfinite_updates", "rl_log_rollouts", "dry_run_gpus_per_node",
     )  # fmt: skip
     for name in positive:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not 0 < args.distributed_timeout_minutes < math.inf:
         parser.error(f"--distributed-timeout-minutes must be positive, got {args.distributed_timeout_minutes}")
-    for name in ("eval_prompts", "save_keep_last", "exit_duration_in_mins"):
+    for name in ("eval_prompts", "save_keep_last", "exit_duration_in_mins", "rl_log_rollouts_interval"):
         if not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
     if args.context_parallel_size != 1:

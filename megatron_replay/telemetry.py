@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_replay.run.lock import RunLock
 
 METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+VERSIONS = ("megatron-replay", "torch", "megatron-core", "transformer-engine", "triton", "transformers", "vllm")
 
 
 class PhaseTimer:
@@ -73,6 +77,14 @@ class RunLog:
         if earlier is not None:
             self.say(f"the run that was in {self.folder} is now in {earlier}")
 
+    def describe(self, flags: dict[str, Any]) -> None:
+        """run.json: what this run was started with, and the versions of what runs it."""
+        if not self.enabled:
+            return
+        versions = {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS}
+        text = json.dumps({"flags": flags, "versions": versions}, indent=1, default=str)
+        (self.folder / RUN_FILE).write_text(text + "\n")
+
     def update(self, step: int, iteration: int, metrics: dict[str, Any]) -> None:
         """One row: an update of the policy."""
         if not self.enabled:
@@ -122,6 +134,13 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}:{number} is not JSON: {line[:80]!r}") from error
     return rows
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _finite(metrics: dict[str, Any]) -> dict[str, Any]:

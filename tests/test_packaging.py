@@ -70,7 +70,7 @@ def test_vllm_finds_the_receiving_end_by_its_entry_point() -> None:
         ("weight_sync", "trainer engines algorithm replay_buffer"),
         ("tasks", "trainer engines algorithm replay_buffer"),
         ("evaluation", "trainer algorithm arguments"),
-        ("planning", "trainer algorithm arguments"),
+        ("planning", "trainer algorithm"),
     ],
 )
 def test_arrows_between_folders(folder: str, forbidden: str) -> None:

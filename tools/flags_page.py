@@ -12,8 +12,8 @@ from megatron_replay.arguments import build_parser
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """# Flags
 
-Every flag of `examples/pretrain_replay_grpo.py`. Names are Megatron-LM's where it has them. Flags may stand in a file, one or
-more a line, `#` begins a comment: `@FILE`; later flags win. This page is written by `python tools/flags_page.py`.
+Every flag of `examples/pretrain_replay_grpo.py`. Names are Megatron-LM's where it has them. Flags may stand in a file,
+one or more a line, `#` begins a comment: `@FILE`; later flags win. `python tools/flags_page.py` writes this page.
 """
 
 

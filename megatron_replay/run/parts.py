@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_replay import arguments
+from megatron_replay.algorithm import Watch
 from megatron_replay.config import GrpoConfig
 from megatron_replay.engines.build import AnyEngine, build_engine
 from megatron_replay.engines.child_process import clean_environment
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.engines.vllm_options import ServedModel
 from megatron_replay.evaluation.heldout import HeldoutAccuracy
+from megatron_replay.replay_buffer import RolloutReplayBuffer
+from megatron_replay.rollout_log import RolloutLog
 from megatron_replay.tasks.prompts import heldout_prompts
 from megatron_replay.tasks.reward import Graders, Reward
 from megatron_replay.tasks.task import build_task
@@ -146,3 +149,21 @@ def _sampler(args: argparse.Namespace, policy: MegatronPolicy, shape: ModelShape
         batch_size=args.rl_generation_batch_size,
         logits_dtype=policy.head.logits_dtype,
     )
+
+
+def rollout_watch(
+    args: argparse.Namespace, tokenizer: Tokenizer, start_step: int, policy: MegatronPolicy, buffer: RolloutReplayBuffer
+) -> Watch | None:
+    """Writes what a step trains on, for tools/report.py. Every rank calls it, after the run folder is there."""
+    if not args.rl_log_rollouts_interval:
+        return None
+    log = RolloutLog(
+        args.run_dir,
+        args.rl_log_rollouts_interval,
+        args.rl_log_rollouts,
+        tokenizer=tokenizer,
+        start_step=start_step,
+        group=policy.groups.data_parallel(),
+        enabled=dist.get_rank() == 0,
+    )
+    return lambda step, batch, draw: log.record(step, batch, draw, buffer, policy.logprobs)
