@@ -37,6 +37,7 @@ from megatron_replay.planning.hardware import Hardware
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.run.checks import arena_tokens, check
 from megatron_replay.run.dry_run import dry_run
+from megatron_replay.run.launcher import end_with_launcher
 from megatron_replay.run.lock import RunLock
 from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch
 from megatron_replay.tasks.prompts import PromptSource
@@ -55,6 +56,7 @@ from megatron_replay.weight_sync.model_shape import ModelShape
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    end_with_launcher()
     args = arguments.parse_args(argv)
     config = arguments.grpo_config(args)
     quiet()

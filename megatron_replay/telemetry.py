@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Iterator
@@ -69,8 +70,11 @@ class RunLog:
             lock.release()
             lock.take(self.folder, "--run-dir")
         rows = [row for row in read_metrics(self.folder) if row["step"] < start_step]
-        with open(self.folder / METRICS_FILE, "w") as file:
+        # beside its place: a run killed in this moment keeps its rows
+        kept = self.folder / f"{METRICS_FILE}.partial"
+        with open(kept, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+        os.replace(kept, self.folder / METRICS_FILE)
         self._file = open(self.folder / METRICS_FILE, "a", buffering=1)  # noqa: SIM115 - closed in close()
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start_step)
         self._bar = tqdm(total=total_steps, initial=start_step, desc="replay GRPO", unit="step", dynamic_ncols=True)

@@ -237,7 +237,7 @@ def test_a_real_run_survives_two_kills(tmp_path: Path) -> None:
     """A trainer rank and the launcher of the quickstart, on a small batch."""
     out = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, TOOL, "--quick", "--steps", "11", "--json", out],
+        [sys.executable, TOOL, "--quick", "--steps", "11", "--max-gap", "4", "--json", out],
         env=environment() | {"TMPDIR": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

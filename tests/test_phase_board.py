@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -108,3 +109,24 @@ def test_a_store_that_is_gone_is_said(boards: list[PhaseBoard], monkeypatch: pyt
     monkeypatch.setattr(boards[0], "_store", Gone())
     assert "the store of the first node does not answer: Connection reset" in note_of(boards[0], "train")
     assert boards[0].others_are_gone()
+
+
+def test_a_store_that_keeps_a_call_does_not_keep_the_rank(
+    boards: list[PhaseBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client does whose cable is pulled."""
+    released = threading.Event()
+
+    class Cut:
+        def get(self, *_: object) -> bytes:
+            released.wait(30)
+            return b""
+
+        set = get
+
+    monkeypatch.setattr(phase_board, "ANSWER", 0.5)
+    monkeypatch.setattr(boards[0], "_store", Cut())
+    began = time.monotonic()
+    assert "the store of the first node does not answer: no answer within 0.5 s" in note_of(boards[0], "train")
+    assert boards[0].others_are_gone() and time.monotonic() - began < 5
+    released.set()
