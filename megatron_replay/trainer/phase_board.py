@@ -2,7 +2,8 @@
 
 A collective that waits for a rank in vain says on the others that it waited, not for whom. A thread of each rank
 posts, on the store of torch.distributed, a heartbeat and the phase that the rank is in; whoever fails posts why, and
-reads what the others have posted. A store that is cut off may keep a call for ever, so no call runs on the thread that trains.
+reads what the others have posted. A store that is cut off may keep a call for ever, so no call runs on the thread that
+trains.
 """
 
 from __future__ import annotations
