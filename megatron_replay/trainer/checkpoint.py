@@ -36,6 +36,9 @@ from megatron_replay.trainer.policy import MegatronPolicy
 from megatron_replay.trainer.safe_load import nothing_is_run
 
 FORMAT_VERSION = 2
+RUN_FIELDS = {"step": int, "cursor": int, "data_parallel": int, "distributed_optimizer": bool} | dict.fromkeys(
+    ("fixed", "counters", "model", "scheduler"), dict
+)
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -135,33 +138,60 @@ def load(
     """
     iteration = latest(folder)
     check_manifest(iteration, allow_empty_buffer)
-    run = json.loads((iteration / "run.json").read_text())
-    if (version := run["format_version"]) != FORMAT_VERSION:
-        newer = " (a newer megatron_replay wrote it)" if type(version) is int and version > FORMAT_VERSION else ""
-        raise ValueError(f"--load {iteration}: format_version must be {FORMAT_VERSION}, got {version!r}{newer}")
+    run = _read_run(iteration)
     for name, value in fixed.items():
         saved = run["fixed"].get(name)
         if saved != value:
             raise ValueError(f"--load {iteration} was written with {name} {saved!r}, got {value!r}")
     for name, value in _model_identity(policy).items():
-        if run["model"][name] != value:
-            raise ValueError(
-                f"--load {iteration} is of another model: {name} {run['model'][name]}, this run has {value}"
-            )
+        if (saved := run["model"].get(name)) != value:
+            raise ValueError(f"--load {iteration} is of another model: {name} {saved}, this run has {value}")
     if run["distributed_optimizer"] != _is_distributed(policy):
         raise ValueError(
             f"--load {iteration} was written {'with' if run['distributed_optimizer'] else 'without'} "
             f"--use-distributed-optimizer, got the opposite"
         )
-    _load_weights(iteration / "weights", policy)
+    try:
+        _load_weights(iteration / "weights", policy)
+    except (Exception, CheckpointException) as error:
+        if str(error).startswith("--load"):
+            raise
+        # whole files, by their checksums, that hold something else
+        raise ValueError(f"--load {iteration / 'weights'} cannot be read: {type(error).__name__}: {error}") from error
     # the schedule is rebuilt from this run's flags, so that --train-iters can be raised; only its place is restored
     policy.scheduler.num_steps = 0
     policy.scheduler.step(run["scheduler"]["num_steps"])
 
     shards = sorted(iteration.glob("replay_buffer_*_of_*.safetensors"))
     if len(shards) == run["data_parallel"]:
-        buffer.load_state_dict(load_file(x) for x in shards)
+        try:
+            buffer.load_state_dict(load_file(x) for x in shards)
+        except (ValueError, SafetensorError) as error:
+            raise ValueError(f"--load {iteration}: {error}") from error
+    elif not allow_empty_buffer:
+        raise ValueError(f"--load {iteration} must have {run['data_parallel']} shards of the buffer, got {len(shards)}")
     return RunState(run["step"], run["cursor"], run["fixed"], run["counters"])
+
+
+def _read_run(iteration: Path) -> dict[str, Any]:
+    """run.json, of this format, with every field that is used."""
+    path = iteration / "run.json"
+    try:
+        run = json.loads(path.read_text())
+        version = run["format_version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--load {path} is none ({type(error).__name__}: {error})") from error
+    if version != FORMAT_VERSION:
+        newer = " (a newer megatron_replay wrote it)" if type(version) is int and version > FORMAT_VERSION else ""
+        raise ValueError(f"--load {iteration}: format_version must be {FORMAT_VERSION}, got {version!r}{newer}")
+    for name, kind in RUN_FIELDS.items():
+        if type(run.get(name)) is not kind:
+            raise ValueError(f"--load {path}: {name} must be of type {kind.__name__}, got {run.get(name)!r}")
+    steps = run["scheduler"].get("num_steps")
+    for name, value in (("step", run["step"]), ("cursor", run["cursor"]), ("scheduler.num_steps", steps)):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"--load {path}: {name} must be an integer of at least 0, got {value!r}")
+    return run
 
 
 def latest(folder: str | Path) -> Path:
@@ -169,8 +199,8 @@ def latest(folder: str | Path) -> Path:
     root = Path(folder)
     if not (root / LATEST).is_file():
         raise ValueError(f"--load must name a folder with a checkpoint, got {str(folder)!r} without {LATEST}")
-    text = (root / LATEST).read_text().strip()
-    if not text.isdigit():
+    text = (root / LATEST).read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"--load {root / LATEST} must hold an iteration number, got {text!r}")
     iteration = root / f"iter_{int(text):07d}"
     if not iteration.is_dir():
