@@ -7,8 +7,8 @@ PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
 ENGINE ?= embedded
-# two processes, each with whole files: fixtures that start servers are started once
-PYTEST ?= -n 2 --dist loadfile
+# two processes, each with whole files: fixtures that start servers are started once; tests/conftest.py says in what order
+PYTEST ?= -n 2 --dist loadgroup --no-loadscope-reorder
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check

@@ -30,12 +30,21 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+# files whose tests share one vLLM server, which is started once for them
+SHARE_A_SERVER = {"test_request_pool", "test_vllm_client", "test_vllm_command"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernel tests are GPU tests where there is a GPU."""
-    if torch.cuda.is_available():
-        for item in items:
-            if "device" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.gpu)
+    """The kernel tests are GPU tests where there is a GPU. Files go whole to a process of pytest-xdist, those with
+    slow tests first, so that no long one is left for the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("vllm-server" if name in SHARE_A_SERVER else str(item.path)))
+        if torch.cuda.is_available() and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
