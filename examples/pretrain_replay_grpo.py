@@ -186,7 +186,8 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     def end_step(step: int) -> bool:
         nonlocal stopped_by
         done = step + 1
-        stopped_by = stop.agreed() if done < config.train_iters else ""
+        with board.phase("stop"):
+            stopped_by = stop.agreed() if done < config.train_iters else ""
         if stopped_by or done % args.save_interval == 0 or done == config.train_iters:
             counters["seconds"] = seconds_before + time.perf_counter() - began
             # a batch that is sampled ahead is not saved: the run that resumes samples its prompts again

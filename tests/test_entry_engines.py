@@ -42,7 +42,8 @@ def test_colocated_learns_and_the_model_is_saved_for_others(tmp_path: Path) -> N
     assert last > first + 0.08, (first, last)
     assert max(r[GAP + "_max"] for r in rows) < 1e-4, "the engine samples with the trainer's weights"
     assert sorted(os.listdir(tmp_path / "run")) == [
-        "checkpoints", "curves.png", "engine", "metrics.jsonl", "summary.json", "tensorboard"
+        "checkpoints", "curves.png", "draws.jsonl", "engine", "metrics.jsonl", "rollouts.jsonl", "run.json",
+        "summary.json", "tensorboard",
     ]  # fmt: skip
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy_after"] > 0.1
 

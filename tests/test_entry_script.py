@@ -128,7 +128,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path: Path) -> N
             if "pretrain_replay_grpo.py" in " ".join(child.cmdline()) and child.environ().get("RANK") == "1"
         )
         second.suspend()
-        assert process.wait(60) != 0
+        assert process.wait(120) != 0
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     said = run_dir.with_suffix(".txt").read_text()

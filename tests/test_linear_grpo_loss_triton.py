@@ -45,7 +45,7 @@ def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch
     hidden, weight, target, case = head_case(OPTIONS[name], torch.float32)
     hidden, weight, target, case = hidden.to(device), weight.to(device), target.to(device), case.to(device)
     h, w = with_grad(hidden, weight)
-    shard = _shard(h, w, target, 0, V, TEMPERATURE, None, 10, "triton")
+    shard = _shard(h, w, target, 0, V, TEMPERATURE, None, 10, None, "triton")
     monkeypatch.setattr(linear_module, "_shard", lambda *_: shard)
     monkeypatch.setattr(GrpoLossInputs, "check", lambda *_: None)
     with NoScalar():

@@ -44,7 +44,7 @@ real_engine = [
 ]
 VOCAB, EOS, GROUP, TEMPERATURE = 61, 1, 4, 0.8
 CONFIG = VllmConfig(
-    max_num_seqs=16, memory_gib=0.1, startup_timeout=400, sync_timeout=60, request_timeout=120, retries=2, bucket_mib=1
+    max_num_seqs=16, memory_gib=0.1, startup_timeout=400, sync_timeout=30, request_timeout=120, retries=2, bucket_mib=1
 )
 
 
