@@ -39,10 +39,9 @@ from megatron_replay.run.checks import arena_tokens, check
 from megatron_replay.run.dry_run import dry_run
 from megatron_replay.run.launcher import end_with_launcher
 from megatron_replay.run.lock import RunLock
-from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch
+from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch, task_of
 from megatron_replay.tasks.prompts import PromptSource
 from megatron_replay.tasks.reward import Reward
-from megatron_replay.tasks.task import build_task
 from megatron_replay.telemetry import PhaseTimer, RunLog
 from megatron_replay.tokenizer import build_tokenizer
 from megatron_replay.trainer import checkpoint
@@ -116,14 +115,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
         group=data,
         device=buffer_device,
     )
-    task = build_task(
-        args.rl_task,
-        split="train",
-        seed=args.seed,
-        data_path=args.data_path,
-        prompt_key=args.rl_prompt_key,
-        answer_key=args.rl_answer_key,
-    )
+    task = task_of(args, "train")
     prompts = PromptSource(
         task,
         tokenizer,

@@ -22,7 +22,7 @@ from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout_log import RolloutLog
 from megatron_replay.tasks.prompts import heldout_prompts
 from megatron_replay.tasks.reward import Graders, Reward
-from megatron_replay.tasks.task import build_task
+from megatron_replay.tasks.task import Split, Task, build_task
 from megatron_replay.tokenizer import Tokenizer
 from megatron_replay.trainer.forward_step import HeadOptions
 from megatron_replay.trainer.generation import ModelSampler
@@ -96,6 +96,18 @@ def make_engine(
     )
 
 
+def task_of(args: argparse.Namespace, split: Split) -> Task:
+    """The problems of one split, by the flags of the data."""
+    return build_task(
+        args.rl_task,
+        split=split,
+        seed=args.seed,
+        data_path=args.data_path if split == "train" else args.heldout_data_path,
+        prompt_key=args.rl_prompt_key,
+        answer_key=args.rl_answer_key,
+    )
+
+
 def build_graders(args: argparse.Namespace, groups: ParallelGroups) -> Graders | None:
     """Grader processes for this rank's replica; None with --rl-reward exact. Every rank of the run calls it."""
     if args.rl_reward == "exact":
@@ -114,14 +126,7 @@ def heldout_accuracy(
 ) -> Callable[[int], float | None]:
     if not args.eval_prompts:
         return lambda step: None
-    task = build_task(
-        args.rl_task,
-        split="heldout",
-        seed=args.seed,
-        data_path=args.heldout_data_path,
-        prompt_key=args.rl_prompt_key,
-        answer_key=args.rl_answer_key,
-    )
+    task = task_of(args, "heldout")
     prompts = heldout_prompts(
         task,
         tokenizer,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_replay.config import ModelOptions, TransformerImpl
 from megatron_replay.ops.checks import require_choice
+from megatron_replay.planning.layout import layout_problems
 from megatron_replay.trainer.attention import PackedSelfAttention, RMSNorm, SdpaCoreAttention
 from megatron_replay.trainer.parallel import ParallelGroups
 from megatron_replay.weight_sync.model_shape import ModelShape
@@ -129,20 +130,6 @@ def head_weight(output_layer: Any, output_weight: Tensor | None) -> Tensor:
 
 
 def _check_layout(shape: ModelShape, options: ModelOptions, groups: ParallelGroups) -> None:
-    tp, pp, kv_heads = groups.tensor_size, groups.pipeline_size, shape.num_kv_heads
-    # with more ranks than key-value heads, several ranks attend to one
-    if kv_heads % tp and tp % kv_heads:
-        raise ValueError(
-            f"--tensor-model-parallel-size must divide the {kv_heads} key-value heads or be a multiple of it, got {tp}"
-        )
-    for what, size in (
-        ("attention heads", shape.num_heads),
-        ("ffn rows", shape.ffn_size),
-        ("fused q, k and v rows", (shape.num_heads + 2 * kv_heads) * shape.head_dim),
-    ):
-        if size % tp:
-            raise ValueError(f"--tensor-model-parallel-size must divide the {size} {what}, got {tp}")
-    if shape.num_layers % pp:
-        raise ValueError(f"--pipeline-model-parallel-size must divide the {shape.num_layers} layers, got {pp}")
-    if options.sequence_parallel and tp == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
+    sizes = (groups.tensor_size, groups.pipeline_size)
+    for problem in layout_problems(shape, *sizes, sequence_parallel=options.sequence_parallel):
+        raise ValueError(problem)
