@@ -66,7 +66,7 @@ def test_vllm_finds_the_receiving_end_by_its_entry_point() -> None:
     [
         ("ops", "config rollout replay_buffer algorithm trainer engines tasks weight_sync telemetry arguments"),
         ("engines", "trainer tasks algorithm replay_buffer arguments"),
-        ("trainer", "engines tasks algorithm arguments"),
+        ("trainer", "engines tasks algorithm arguments run"),
         ("weight_sync", "trainer engines algorithm replay_buffer"),
         ("tasks", "trainer engines algorithm replay_buffer"),
         ("evaluation", "trainer algorithm arguments"),

@@ -21,11 +21,11 @@ from benchmarks.json_file import write_json
 
 from megatron_replay import arguments
 from megatron_replay.planning.hardware import Hardware
-from megatron_replay.planning.layout import Layout, layout_problems
+from megatron_replay.planning.layout import Layout
 from megatron_replay.planning.plan import make_plan
 from megatron_replay.planning.presets import PRESETS, model_shape
 from megatron_replay.planning.workload import workload
-from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.model_shape import ModelShape, layout_problems
 
 # of the flags that a run must have; later ones win
 DEFAULTS = [

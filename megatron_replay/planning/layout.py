@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
-
-from megatron_replay.weight_sync.model_shape import ModelShape
 
 Wire = Literal["nvlink", "network"]
 
@@ -63,25 +60,3 @@ class Layout:
     def _wire(self, span: int) -> Wire:
         """Of a group whose members lie in `span` neighbouring ranks."""
         return "nvlink" if self.gpus_per_node % span == 0 else "network"
-
-
-def layout_problems(shape: ModelShape, tensor: int, pipeline: int, *, sequence_parallel: bool = False) -> Iterator[str]:
-    """Why this model cannot be cut so; each names a flag. Nothing: it can."""
-    kv_heads = shape.num_kv_heads
-    # with more ranks than key-value heads, several ranks attend to one
-    if kv_heads % tensor and tensor % kv_heads:
-        yield (
-            f"--tensor-model-parallel-size must divide the {kv_heads} key-value heads or be a multiple of it, "
-            f"got {tensor}"
-        )
-    for what, size in (
-        ("attention heads", shape.num_heads),
-        ("ffn rows", shape.ffn_size),
-        ("fused q, k and v rows", (shape.num_heads + 2 * kv_heads) * shape.head_dim),
-    ):
-        if size % tensor:
-            yield f"--tensor-model-parallel-size must divide the {size} {what}, got {tensor}"
-    if shape.num_layers % pipeline:
-        yield f"--pipeline-model-parallel-size must divide the {shape.num_layers} layers, got {pipeline}"
-    if sequence_parallel and tensor == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size above 1, got 1"

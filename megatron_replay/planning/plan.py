@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_replay.planning.hardware import GB, Hardware
-from megatron_replay.planning.layout import Layout, layout_problems
+from megatron_replay.planning.layout import Layout
 from megatron_replay.planning.rank_memory import RankMemory, host_bytes, rank_memory
 from megatron_replay.planning.step_time import StepTime, step_time
 from megatron_replay.planning.traffic import Traffic, pushed_bytes, traffic
 from megatron_replay.planning.workload import Workload
-from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.model_shape import ModelShape, layout_problems
 
 REMEDY = {
     "weights": "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size",

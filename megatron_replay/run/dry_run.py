@@ -10,13 +10,13 @@ from typing import Any
 from megatron_replay import arguments
 from megatron_replay.planning.findings import Findings
 from megatron_replay.planning.hardware import Hardware
-from megatron_replay.planning.layout import Layout, layout_problems
+from megatron_replay.planning.layout import Layout
 from megatron_replay.planning.plan import make_plan
 from megatron_replay.planning.workload import workload
 from megatron_replay.run.checks import flag_problems
 from megatron_replay.run.data_check import check_data
 from megatron_replay.tokenizer import build_tokenizer
-from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.model_shape import ModelShape, layout_problems
 
 PROMPTS = 1024  # of the run's first ones that are encoded
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from megatron_replay.config import ModelOptions, TransformerImpl
 from megatron_replay.ops.checks import require_choice
-from megatron_replay.planning.layout import layout_problems
 from megatron_replay.trainer.attention import PackedSelfAttention, RMSNorm, SdpaCoreAttention
 from megatron_replay.trainer.parallel import ParallelGroups
-from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.model_shape import ModelShape, layout_problems
 
 
 def build_model(shape: ModelShape, options: ModelOptions, groups: ParallelGroups, max_sequence_length: int) -> GPTModel:

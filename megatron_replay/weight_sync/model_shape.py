@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,25 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, float | None]:
     if type(factor) not in (int, float) or not 1 <= factor < math.inf:
         raise _refusal(f"factor of {field}", "a number of at least 1", factor, where)
     return float(theta), float(factor)
+
+
+def layout_problems(shape: ModelShape, tensor: int, pipeline: int, *, sequence_parallel: bool = False) -> Iterator[str]:
+    """Why this model cannot be cut so; each names a flag. Nothing: it can."""
+    kv_heads = shape.num_kv_heads
+    # with more ranks than key-value heads, several ranks attend to one
+    if kv_heads % tensor and tensor % kv_heads:
+        yield (
+            f"--tensor-model-parallel-size must divide the {kv_heads} key-value heads or be a multiple of it, "
+            f"got {tensor}"
+        )
+    for what, size in (
+        ("attention heads", shape.num_heads),
+        ("ffn rows", shape.ffn_size),
+        ("fused q, k and v rows", (shape.num_heads + 2 * kv_heads) * shape.head_dim),
+    ):
+        if size % tensor:
+            yield f"--tensor-model-parallel-size must divide the {size} {what}, got {tensor}"
+    if shape.num_layers % pipeline:
+        yield f"--pipeline-model-parallel-size must divide the {shape.num_layers} layers, got {pipeline}"
+    if sequence_parallel and tensor == 1:
+        yield "--sequence-parallel needs --tensor-model-parallel-size above 1, got 1"
