@@ -8,7 +8,7 @@ NPROC ?= 2
 ARGS ?=
 ENGINE ?= embedded
 # two processes, each with whole files: fixtures that start servers are started once; tests/conftest.py says in what order
-PYTEST ?= -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST ?= -n 2 --dist loadscope --no-loadscope-reorder
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check

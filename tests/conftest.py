@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 
@@ -34,15 +36,26 @@ def poisoned_memory() -> Iterator[None]:
 SHARE_A_SERVER = {"test_request_pool", "test_vllm_client", "test_vllm_command"}
 
 
+class WholeFiles(LoadScopeScheduling):
+    """Files go whole to a process of pytest-xdist: what a file's fixtures start is started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "vllm-server" if Path(file).stem in SHARE_A_SERVER else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFiles:
+    return WholeFiles(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernel tests are GPU tests where there is a GPU. Files go whole to a process of pytest-xdist, those with
-    slow tests first, so that no long one is left for the end."""
+    """The kernel tests are GPU tests where there is a GPU. Files with slow tests come first, so that no long one is left
+    for the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("vllm-server" if name in SHARE_A_SERVER else str(item.path)))
         if torch.cuda.is_available() and "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)
 

@@ -156,7 +156,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The fault, the JSON and what was said, of a soak of the fake training."""
     folder = tmp_path_factory.mktemp("soak")
     done = chaos(*SMALL, "--json", folder / "out.json", FAKE_FAULT=request.param, TMPDIR=str(folder))
-    yield request.param, json.loads((folder / "out.json").read_text()) | {"code": done.returncode}, done.stdout
+    alive = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())]
+    data = json.loads((folder / "out.json").read_text())
+    yield request.param, data | {"code": done.returncode, "alive": alive}, done.stdout
     for segment in Path("/dev/shm").glob("fake-training-*"):
         segment.unlink()
 
@@ -189,7 +191,7 @@ def test_what_is_wrong_is_found_and_nothing_else(found: tuple[str, Any, str]) ->
         assert all(e["checkpoint"] <= e["steps"] for e in data["events"])
         # the last life may be over before it is looked at
         assert all(e["seconds_to_row"] > 0 for e in data["events"][:-1])
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(FAKE) in (p.info["cmdline"] or ())]
+    assert not data["alive"]
 
 
 @pytest.mark.slow
