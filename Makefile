@@ -66,9 +66,10 @@ test-fast: install  ## tests that start no other process and train nothing
 benchmark-deps: install  ## install other projects' replay buffers into .venv/benchmark, for tools/benchmark_buffer.py
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/benchmark -r requirements/benchmark.txt
 
-lint: install $(LINTERS)  ## ruff; hadolint on the Dockerfile; shellcheck on every shell script
+lint: install $(LINTERS)  ## ruff; mypy --strict on the package; hadolint; shellcheck
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(VENV)/bin/hadolint Dockerfile
 	find . \( -path './.*' -o -path ./runs -o -path ./build \) -prune -o -name '*.sh' -print0 \
 		| xargs -0 $(VENV)/bin/shellcheck .ci/run
@@ -88,4 +89,4 @@ format: install  ## let ruff rewrite what lint would refuse
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove what was built, not .venv and not runs/
-	rm -rf build dist *.egg-info megatron_replay/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info megatron_replay/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -46,7 +46,8 @@ class SentencePieceTokenizer:
             raise ValueError(f"--tokenizer-model must define an end-of-sequence piece, got none in {path!r}")
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_bos=False, add_eos=False)
+        ids: list[int] = self._model.encode(text, add_bos=False, add_eos=False)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return _join(ids, self.vocab_size, lambda run: self._model.decode(run))
@@ -74,7 +75,8 @@ class HuggingFaceTokenizer:
         self.eos_id: int = self._model.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False)
+        ids: list[int] = self._model.encode(text, add_special_tokens=False)
+        return ids
 
     def chat_template(self) -> str:
         """The folder's own chat template. Raises ValueError where it has none, or several by name."""
@@ -94,7 +96,7 @@ class HuggingFaceTokenizer:
         from jinja2 import TemplateError
 
         try:
-            return self._model.apply_chat_template(
+            ids: list[int] = self._model.apply_chat_template(
                 [dict(m) for m in messages],
                 chat_template=template,
                 add_generation_prompt=True,
@@ -103,6 +105,7 @@ class HuggingFaceTokenizer:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template: {error}") from error
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return _join(

@@ -150,4 +150,5 @@ def reserve_port(host: str) -> socket.socket:
 def free_port(host: str) -> int:
     """A port of `host` that was free a moment ago."""
     with reserve_port(host) as reserved:
-        return reserved.getsockname()[1]
+        port: int = reserved.getsockname()[1]
+        return port

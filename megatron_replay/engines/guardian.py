@@ -97,7 +97,8 @@ class Guardian:
 
     def _descendants(self) -> list[psutil.Process]:
         self._reap()
-        return self.me.children(recursive=True)
+        found: list[psutil.Process] = self.me.children(recursive=True)
+        return found
 
     def _reap(self) -> None:
         """Collect exit codes, also those of orphans."""

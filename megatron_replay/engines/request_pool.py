@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 from tqdm import tqdm
@@ -81,7 +82,7 @@ class Call:
     servers: list[Server]
     window: int  # prompts outstanding on a server
     waiting: deque[Job]
-    bar: tqdm
+    bar: tqdm[Any]
     running: dict[asyncio.Task[list[Completion]], tuple[Job, Server]] = field(default_factory=dict)
     counters: PoolCounters = field(default_factory=PoolCounters)
 

@@ -39,7 +39,8 @@ class LlmEngine:
         self._llm, self._params = LLM(**options), SamplingParams
 
     def world_size(self) -> int:
-        return self._llm.get_world_size()
+        size: int = self._llm.get_world_size()
+        return size
 
     def pause(self) -> None:
         """Nothing runs between two calls."""
@@ -60,7 +61,8 @@ class LlmEngine:
         self._llm.finish_weight_update(None if version is None else str(version))
 
     def transfer_status(self) -> list[dict[str, Any]]:
-        return self._llm.collective_rpc("transfer_status")
+        status: list[dict[str, Any]] = self._llm.collective_rpc("transfer_status")
+        return status
 
     def weight_version(self) -> int | None:
         said = self._llm.get_weight_version()

@@ -7,7 +7,7 @@ import json
 import math
 import ssl
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 
@@ -38,6 +38,9 @@ class EngineError(RuntimeError):
         super().__init__(f"{url}: {call}: {words}")
         self.kind = kind
         self.status = status
+
+
+T = TypeVar("T")
 
 
 class VllmClient:
@@ -105,9 +108,10 @@ class VllmClient:
     def transfer_status(self) -> list[dict[str, Any]]:
         """What each worker's last call to the transfer engine came to."""
         answer = self._call("POST", "/collective_rpc", body={"method": "transfer_status"})
-        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list):
+        results: Any = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list):
             raise self._answer("POST /collective_rpc", f"no results in {_shortened(str(answer))}")
-        return answer["results"]
+        return results
 
     def weight_version(self) -> int | None:
         """The last version finished, or None where no weights were ever pushed."""
@@ -160,9 +164,9 @@ class VllmClient:
             raise self._failed(call, error, self.timeout) from error
         return self._json(call, reply)
 
-    def _field(self, method: str, path: str, name: str, kind: type) -> Any:
+    def _field(self, method: str, path: str, name: str, kind: type[T]) -> T:
         answer = self._call(method, path)
-        value = answer.get(name) if isinstance(answer, dict) else None
+        value: T | None = answer.get(name) if isinstance(answer, dict) else None
         if type(value) is not kind:
             raise self._answer(f"{method} {path}", f"{name} must be {kind.__name__}, got {_shortened(str(answer))}")
         return value

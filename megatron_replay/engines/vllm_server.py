@@ -164,12 +164,12 @@ class VllmServerEngine(VllmEngine):
 
     def _leave_out(self) -> bool:
         """Leave out those of the user's servers that keep failing pushes, where others take them; True if any did."""
-        fed = [server for server in self._servers if server.client is not None]
-        bad = [server for server in fed if len(self._strikes[server.client.name]) >= STRIKES]
+        fed = [(server, self._strikes[server.client.name]) for server in self._servers if server.client is not None]
+        bad = [(server, strikes) for server, strikes in fed if len(strikes) >= STRIKES]
         if not self._fed or not bad or len(bad) == len(fed):
             return False
-        for server in bad:
-            server.barred = self._strikes[server.client.name][-1]
+        for server, strikes in bad:
+            server.barred = strikes[-1]
             warnings.warn(
                 f"{server.url} is left out until it is started again, it takes no weights: {server.barred}",
                 stacklevel=2,
@@ -186,7 +186,9 @@ class PendingRequests:
 
     def result(self, version: int) -> list[Completion]:
         """Wait. What failed is sampled again with the policy's weights as they are now, `version`."""
-        done, failed, reasons = ([], [], [])
+        done: list[Completion] = []
+        failed: list[Prompt] = []
+        reasons: list[str] = []
         if self.future is not None:
             done, failed, reasons = self.engine._counted(self.future.result())
         return self.engine._complete(done, failed, reasons, self.group_size, version)

@@ -96,7 +96,7 @@ def _obstacle(op: str, backend: Backend, device: torch.device) -> str | None:
 
 @functools.cache
 def _built_with_cuda() -> bool:
-    return extension().cuda_architectures() != ""
+    return bool(extension().cuda_architectures())
 
 
 @functools.cache

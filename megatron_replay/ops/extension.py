@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 import torch
@@ -10,12 +11,11 @@ import torch
 def extension() -> ModuleType:
     """megatron_replay._C, or a RuntimeError that says how to build it."""
     try:
-        from megatron_replay import _C
+        return importlib.import_module("megatron_replay._C")
     except ImportError as error:
         raise RuntimeError(
             f"megatron_replay._C is not built ({error}); run `pip install --no-build-isolation --no-deps -e .`"
         ) from error
-    return _C
 
 
 def queue(device: torch.device) -> tuple[int, int]:

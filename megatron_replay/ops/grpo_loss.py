@@ -85,6 +85,11 @@ class GrpoLossTerms(NamedTuple):
     stats: Tensor | None
     maxima: Tensor | None
 
+    def value(self) -> tuple[Tensor, Tensor, Tensor]:
+        """loss, stats and maxima, which were asked for."""
+        assert self.loss is not None and self.stats is not None and self.maxima is not None
+        return self.loss, self.stats, self.maxima
+
 
 class GrpoLoss(NamedTuple):
     """loss 0-d, differentiable; stats [B, K] and maxima [B, M] float64, detached."""
@@ -149,7 +154,10 @@ def grpo_loss_terms(
     inputs.check(policy_logprobs, entropy, options)
     chosen = backends.resolve("grpo_loss", backend, policy_logprobs.device)
     with torch.no_grad():
-        return backends.load("grpo_loss", chosen).grpo_loss_terms(policy_logprobs, inputs, options, entropy)
+        terms: GrpoLossTerms = backends.load("grpo_loss", chosen).grpo_loss_terms(
+            policy_logprobs, inputs, options, entropy
+        )
+    return terms
 
 
 def grpo_loss(
@@ -166,13 +174,15 @@ def grpo_loss(
     a graph and gradients 0, so every rank can call backward.
     """
     terms = grpo_loss_terms(policy_logprobs, inputs, options, entropy=entropy, backend=backend)
-    loss = with_gradients(terms.loss, (policy_logprobs, entropy), (terms.dlogprob, terms.dentropy))
-    return GrpoLoss(loss, terms.stats, terms.maxima)
+    value, stats, maxima = terms.value()
+    loss = with_gradients(value, (policy_logprobs, entropy), (terms.dlogprob, terms.dentropy))
+    return GrpoLoss(loss, stats, maxima)
 
 
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Tensor:
     """The value `loss` as a function of `inputs` whose derivatives are known; backward only scales them."""
-    return _KnownGradients.apply(loss, tuple(gradients), *inputs)
+    out: Tensor = _KnownGradients.apply(loss, tuple(gradients), *inputs)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _KnownGradients(torch.autograd.Function):

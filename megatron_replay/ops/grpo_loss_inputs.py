@@ -6,7 +6,7 @@ Dims: T tokens (packed), N rollouts.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,8 +71,9 @@ class GrpoLossInputs:
         )
 
     def to(self, device: torch.device) -> GrpoLossInputs:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return GrpoLossInputs(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        held = ((f.name, getattr(self, f.name)) for f in fields(self))
+        moved: dict[str, Any] = {name: x.to(device) for name, x in held if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     def _check_bounds(self) -> None:
         """On the CPU only: on a GPU the look would cost a synchronisation."""

@@ -89,6 +89,7 @@ def parse_overrides(text: str) -> dict[str, LaunchConfig]:
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\w+)=(\d+)x(\d+)\s*", item)
         require(match is not None, OVERRIDE, text, "must be KERNEL=PER_THREADxNUM_WARPS, comma-separated")
+        assert match is not None
         kernel, per_thread, num_warps = match.groups()
         require(kernel in KERNELS, OVERRIDE, text, f"must name one of {', '.join(KERNELS)}")
         found[kernel] = LaunchConfig(int(per_thread), int(num_warps))

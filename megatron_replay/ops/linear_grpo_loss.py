@@ -84,7 +84,10 @@ def linear_grpo_loss(
     module = backends.load("grpo_loss", backends.resolve("grpo_loss", backend, hidden.device))
 
     def terms(at: slice, statistics: bool) -> GrpoLossTerms:
-        return module.grpo_loss_terms(result.logprob[at], inputs.tokens(at), options, result.entropy[at], statistics)
+        known: GrpoLossTerms = module.grpo_loss_terms(
+            result.logprob[at], inputs.tokens(at), options, result.entropy[at], statistics
+        )
+        return known
 
     head = _Head(hidden, weight, shard, chunk_tokens, logits_dtype)
     one_pass = head.wants_gradient and options.ratio_level == "token"
@@ -101,8 +104,9 @@ def linear_grpo_loss(
             for at, logits in head.chunks():
                 dentropy = None if total.dentropy is None else total.dentropy[at]
                 head.add_gradient(at, logits, target, result, total.dlogprob[at], dentropy)
-    loss = with_gradients(total.loss, (hidden, weight), (head.dhidden, head.dweight))
-    return LinearGrpoLoss(loss, result.logprob, result.entropy, total.stats, total.maxima)
+    value, stats, maxima = total.value()
+    loss = with_gradients(value, (hidden, weight), (head.dhidden, head.dweight))
+    return LinearGrpoLoss(loss, result.logprob, result.entropy, stats, maxima)
 
 
 def linear_token_logprob(

@@ -6,7 +6,7 @@ Dims: C slots of a ring, N rollouts, n rollouts asked for, m <= n rollouts drawn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -54,7 +54,9 @@ def log_weights(
                 f"{name} must be float32 [{advantage.numel()}] on {advantage.device}, "
                 f"got {x.dtype} {list(x.shape)} on {x.device}"
             )
-    return _implementation(backend, advantage.device).log_weights(advantage, group_std, priority, alpha, eps)
+    implementation = _implementation(backend, advantage.device)
+    weights: Tensor = implementation.log_weights(advantage, group_std, priority, alpha, eps)
+    return weights
 
 
 def priority_draw(
@@ -80,9 +82,12 @@ def priority_draw(
     implementation = _implementation(backend, window.uid.device)
     if window.size == 0 or n == 0:
         return window.uid.new_empty(0), window.log_weight.new_empty(0)
+    drawn: tuple[Tensor, Tensor]
     if with_replacement:
-        return implementation.repeated_draw(window, n, seed=seed, step=step)
-    return implementation.priority_draw(window, min(n, window.size), seed=seed, step=step)
+        drawn = implementation.repeated_draw(window, n, seed=seed, step=step)
+    else:
+        drawn = implementation.priority_draw(window, min(n, window.size), seed=seed, step=step)
+    return drawn
 
 
 def largest(keys: Tensor, uid: Tensor, n: int) -> Tensor:
@@ -92,5 +97,5 @@ def largest(keys: Tensor, uid: Tensor, n: int) -> Tensor:
     return order[: min(n, int(torch.isfinite(keys).sum()))]
 
 
-def _implementation(backend: str | None, device: torch.device):
+def _implementation(backend: str | None, device: torch.device) -> Any:
     return backends.load("priority_draw", backends.resolve("priority_draw", backend, device))

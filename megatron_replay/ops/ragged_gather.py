@@ -6,6 +6,7 @@ Dims: A tokens of a ring, n rows, T tokens of the n rows together. A row may wra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ def take_records(
     for name, column in (("start", start), ("length", length)):
         if not 0 <= column < records.shape[1]:
             raise ValueError(f"{name} must be one of the {records.shape[1]} columns, got {column}")
-    return _implementation(backend, host).take_records(records, slots, start, length)
+    taken: tuple[Tensor, Tensor, Tensor] = _implementation(backend, host).take_records(records, slots, start, length)
+    return taken
 
 
 def ragged_gather(
@@ -86,5 +88,5 @@ def _check(rings: Sequence[Tensor], start: Tensor, cu_seqlens: Tensor, packed: S
         require_vector(f"packed[{i}]", target, PACKED_DTYPE[ring.dtype], packed[0].numel(), start.device)
 
 
-def _implementation(backend: str | None, device: torch.device):
+def _implementation(backend: str | None, device: torch.device) -> Any:
     return backends.load("ragged_gather", backends.resolve("ragged_gather", backend, device))

@@ -107,7 +107,10 @@ class VocabShard:
     ) -> Tensor:
         """dlogits [T, Vp] of this shard, no communication; `out` may be `logits`."""
         module = backends.load("token_logprob", self.backend)
-        return module.token_logprob_backward(logits, target, result, dlogprob, dentropy, **self._columns, out=out)
+        dlogits: Tensor = module.token_logprob_backward(
+            logits, target, result, dlogprob, dentropy, **self._columns, out=out
+        )
+        return dlogits
 
 
 def merge_partials(partials: Tensor, temperature: float) -> TokenLogprob:
@@ -175,7 +178,7 @@ def token_logprob(
         tp_group=tp_group,
         backend=backend,
     )
-    return TokenLogprob(*_TokenLogprob.apply(logits, target, shard))
+    return TokenLogprob(*_TokenLogprob.apply(logits, target, shard))  # type: ignore[no-untyped-call]
 
 
 class _TokenLogprob(torch.autograd.Function):

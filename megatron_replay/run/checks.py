@@ -54,7 +54,7 @@ def arena_tokens(args: argparse.Namespace, config: GrpoConfig, shards: int) -> i
     if not config.replay.enabled:
         return 1
     alive = (config.replay.tau_max + 1) * config.prompts_per_step * config.group_size
-    tokens = min(config.replay.capacity, -(-alive // shards)) * args.seq_length
+    tokens: int = min(config.replay.capacity, -(-alive // shards)) * args.seq_length
     if tokens > MOST_TOKENS:
         raise ValueError(
             f"--rl-replay-capacity {config.replay.capacity} must leave a rank fewer than 2^31 tokens of "

@@ -78,7 +78,7 @@ def make_engine(
         dtype="bfloat16" if args.bf16 else "float32",
         max_model_len=args.seq_length,
         seed=args.seed,
-        device=groups.device.type,
+        device="cuda" if groups.device.type == "cuda" else "cpu",
         fp32_lm_head=args.rl_fp32_lm_head,
     )
     return build_engine(

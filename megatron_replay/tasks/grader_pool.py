@@ -163,7 +163,7 @@ class _GraderProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), str(os.getpid())],
                 env=env,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=2,
                 start_new_session=True,
             )

@@ -75,7 +75,7 @@ def load(name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"{place} must define a function {attribute}, got {type(function).__name__}")
     if inspect.iscoroutinefunction(function):

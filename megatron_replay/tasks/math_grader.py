@@ -108,7 +108,7 @@ def parsed(text: str) -> list[Any]:
     # it warns once that its limits are off
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = [LatexExtractionConfig(boxed_match_priority=0)]
-    found = parse(f"\\boxed{{{text}}}", config, parsing_timeout=None, raise_on_error=True)
+    found: list[Any] = parse(f"\\boxed{{{text}}}", config, parsing_timeout=None, raise_on_error=True)
     if all(isinstance(x, str) for x in found):
         # parse() takes any exception for text that is no mathematics
         try:

@@ -75,9 +75,9 @@ class PromptSource:
         jsonl = self._task if isinstance(self._task, JsonlTask) else None
         kept = f"{self.size} of {self._task.size} prompts, at most {self._max_prompt_length} tokens"
         return {
-            "--data-path (sha256)": jsonl and jsonl.sha256,
-            "--rl-prompt-key": jsonl and jsonl.fields.prompt_key,
-            "--rl-answer-key": jsonl and jsonl.fields.answer_key,
+            "--data-path (sha256)": None if jsonl is None else jsonl.sha256,
+            "--rl-prompt-key": None if jsonl is None else jsonl.fields.prompt_key,
+            "--rl-answer-key": None if jsonl is None else jsonl.fields.answer_key,
             "--rl-chat-template (sha256)": self._encode.identity,
             "--rl-filter-long-prompts": kept if self._filter_long else None,
         }

@@ -27,7 +27,8 @@ class Problem:
 class Task(Protocol):
     """Problems 0 .. size - 1 (`size` None: without end), each a function of its index alone."""
 
-    size: int | None
+    @property
+    def size(self) -> int | None: ...
 
     def problem(self, index: int) -> Problem:
         """Problem `index`. Raises IndexError outside 0 .. size - 1."""

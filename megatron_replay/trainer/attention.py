@@ -65,8 +65,8 @@ class PackedSelfAttention(SelfAttention):
             if rotary_pos_emb is not None:
                 rotary_pos_emb = rotary_pos_emb[packed_seq_params.position_ids]  # [T, 1, 1, d]
             # "thd" would send q and k through the per-sequence RoPE loop
-            packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
-        return super().forward(
+            packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")  # type: ignore[call-arg] # of its base
+        out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states,
             attention_mask,
             *args,
@@ -74,6 +74,7 @@ class PackedSelfAttention(SelfAttention):
             packed_seq_params=packed_seq_params,
             **kwargs,
         )
+        return out
 
 
 class SdpaCoreAttention(torch.nn.Module):
@@ -130,6 +131,7 @@ class SdpaCoreAttention(torch.nn.Module):
             gqa = q.size(1) != k.size(1)
             causal = (-1, 0)
             out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=gqa)
+            assert isinstance(out, Tensor)
             return out.flatten(1)[:, None]
         parts = []
         for at in packed.by_length:  # [n, S]

@@ -177,7 +177,7 @@ def _read_run(iteration: Path) -> dict[str, Any]:
     """run.json, of this format, with every field that is used."""
     path = iteration / "run.json"
     try:
-        run = json.loads(path.read_text())
+        run: dict[str, Any] = json.loads(path.read_text())
         version = run["format_version"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--load {path} is none ({type(error).__name__}: {error})") from error

@@ -44,7 +44,7 @@ def check_version(version: str) -> None:
         )
 
 
-def _core(name: str) -> types.ModuleType:
+def _core(name: str) -> Any:
     return importlib.import_module(f"megatron.core.{name}")
 
 
@@ -157,7 +157,7 @@ def _literal_cuda_device() -> None:
         "dist_checkpointing.exchange_utils",
         "dist_checkpointing.strategies.state_dict_saver",
     ):
-        _core(name).torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]
+        _core(name).torch = _TorchOnCpu("torch")
 
 
 def _while_running(fn: Callable[..., Any], method: str, replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -122,7 +122,8 @@ def _run(model: torch.nn.Module, pack: PackedMicrobatch, head: Callable[..., Ten
     put = _to(groups.device)
     position_ids = put(pack.position_ids)
     packed = PackedSequences.build(put(pack.cu_seqlens), position_ids.squeeze(0), pack.max_seqlen)
-    return model(put(pack.input_ids), position_ids, None, packed_seq_params=packed, output_processor=head)
+    out: Tensor = model(put(pack.input_ids), position_ids, None, packed_seq_params=packed, output_processor=head)
+    return out
 
 
 def _trained_hidden(hidden_states: Tensor, rows: Tensor, output_layer: Any, groups: ParallelGroups) -> Tensor:
@@ -131,11 +132,12 @@ def _trained_hidden(hidden_states: Tensor, rows: Tensor, output_layer: Any, grou
     Each rank's head returns the gradient of its vocabulary shard; the mappings sum those in the backward pass.
     """
     if output_layer.sequence_parallel:
-        whole = gather_from_sequence_parallel_region(
+        whole: Tensor = gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=True, group=groups.tensor
         )
         return whole.squeeze(1)[rows]
-    return copy_to_tensor_model_parallel_region(hidden_states.squeeze(1)[rows], group=groups.tensor)
+    own: Tensor = copy_to_tensor_model_parallel_region(hidden_states.squeeze(1)[rows], group=groups.tensor)
+    return own
 
 
 def _vocabulary(head: HeadOptions, weight: Tensor, groups: ParallelGroups) -> dict[str, Any]:

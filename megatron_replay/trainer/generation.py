@@ -205,7 +205,7 @@ class ShardedLogitsWrapper(GPTInferenceWrapper):
     logits_dtype: torch.dtype | None = None
 
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
-        return self.model(
+        out: Tensor = self.model(
             inference_input["tokens"],
             inference_input["position_ids"],
             inference_input["attention_mask"],
@@ -213,6 +213,7 @@ class ShardedLogitsWrapper(GPTInferenceWrapper):
             runtime_gather_output=True,
             output_processor=self._last_logits,
         )
+        return out
 
     def _last_logits(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any

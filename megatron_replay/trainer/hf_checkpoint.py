@@ -249,7 +249,7 @@ def _write_weights(
             filled = 0
         files[-1].append(name)
         filled += size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         held = dict(next(tensors) for _ in names)

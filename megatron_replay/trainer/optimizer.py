@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -63,9 +65,10 @@ def wrap_for_training(
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
     """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
+    inner: Any = model
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
 
 
 def _finalize_summed_grads(

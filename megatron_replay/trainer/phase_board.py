@@ -48,7 +48,7 @@ class PhaseBoard:
             self._store = dist.PrefixStore("phase_board", store)
             self._post(self._store)
             # a client of its own: a call that is kept holds the client's lock
-            posting = dist.PrefixStore("phase_board", store.clone())
+            posting = dist.PrefixStore("phase_board", store.clone())  # type: ignore[attr-defined]
             self._thread = threading.Thread(target=self._watch, args=(posting,), name="phase-board", daemon=True)
             self._thread.start()
 
@@ -56,8 +56,8 @@ class PhaseBoard:
     def build(cls, limit: float) -> PhaseBoard:
         """On the store of the default process group. Every rank calls it; it returns when all have posted."""
         world = dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store().clone() if world > 1 else None
-        board = cls(store, dist.get_rank(), world, limit)
+        own: Any = dist.distributed_c10d._get_default_store()
+        board = cls(own.clone() if world > 1 else None, dist.get_rank(), world, limit)
         dist.barrier()
         return board
 

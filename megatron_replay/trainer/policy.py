@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -135,9 +136,9 @@ class MegatronPolicy:
         length = padded_length(longest, multiple) if self.groups.pipeline_size > 1 else None
         return pack(batch, bins, count=max(1, count), multiple=multiple, length=length)
 
-    def _schedule(self, forward_step: object, items: list, forward_only: bool) -> list:
+    def _schedule(self, forward_step: object, items: list[Any], forward_only: bool) -> list[Any]:
         first = items[0] if isinstance(items[0], PackedMicrobatch) else items[0][0]
-        return get_forward_backward_func()(
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(items),
             model=[self.model],
@@ -147,6 +148,7 @@ class MegatronPolicy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return outputs
 
     def _reference_logprobs(self, batch: RolloutBatch, packs: list[PackedMicrobatch]) -> Tensor:
         with self._reference_weights():
@@ -185,9 +187,9 @@ class MegatronPolicy:
         for part, (row, top) in parts.items():
             metrics |= {f"{part}/{name}": value for name, value in summarize_stats(row, top).items()}
         for age in range(buckets if self.age_metrics else 0):
-            row = summarize_stats(stats[age], maxima[age])
-            if row["tokens"] > 0:
-                metrics |= {f"age_{age + self.generation_lag:02d}/{name}": row[name] for name in PER_AGE}
+            of_age = summarize_stats(stats[age], maxima[age])
+            if of_age["tokens"] > 0:
+                metrics |= {f"age_{age + self.generation_lag:02d}/{name}": of_age[name] for name in PER_AGE}
         metrics["replay/fraction"] = metrics.get("replay/rollouts", 0.0) / max(1.0, metrics["train/rollouts"])
         metrics["train_rollout_logprob_abs_diff"] = metrics["fresh/logprob_abs_diff_mean"]
         metrics["train_rollout_logprob_abs_diff_max"] = metrics["fresh/logprob_abs_diff_max"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
 class EngineControl(Protocol):
     """One engine: a server behind HTTP, or a child process behind a pipe. A call that fails or is late raises."""
 
-    name: str  # for messages: a URL, or what the process is
+    @property
+    def name(self) -> str:
+        """For messages: a URL, or what the process is."""
 
     def world_size(self) -> int:
         """Workers that each take the whole push."""
@@ -16,9 +19,9 @@ class EngineControl(Protocol):
     def pause(self) -> None:
         """Abort what is running; nothing is sampled until `resume`."""
 
-    def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
+    def init_weight_transfer(self, info: Mapping[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
-    def update_weights(self, info: dict[str, Any]) -> None:
+    def update_weights(self, info: Mapping[str, Any]) -> None:
         """Take a push, of info["version"]."""
 
     def finish_weight_update(self, version: int | None) -> None:

@@ -167,7 +167,7 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, float | None]:
             value = config.get(name, rope.get(name, config.get("max_position_embeddings")))
         if value != built_in:
             raise _refusal(f"{name} of {field}", f"{built_in}, as megatron-core has it", value, where)
-    factor = rope.get("factor")
+    factor: Any = rope.get("factor")
     if type(factor) not in (int, float) or not 1 <= factor < math.inf:
         raise _refusal(f"factor of {field}", "a number of at least 1", factor, where)
     return float(theta), float(factor)

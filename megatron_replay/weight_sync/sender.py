@@ -124,13 +124,15 @@ class WeightSender:
         )
         return self._channel
 
-    def _meanwhile(self, work: Callable[[], None], asked: Sequence[Future], engines: Sequence[EngineControl]) -> None:
+    def _meanwhile(
+        self, work: Callable[[], None], asked: Sequence[Future[Any]], engines: Sequence[EngineControl]
+    ) -> None:
         """This rank's work while the engines are busy with their part; what either says of a failure is kept."""
         own: Exception | None = None
         channel, ended = self._channel, False
         first: list[str] = []  # the engine that failed before anything else did: it takes the others along
 
-        def look(call: Future, engine: EngineControl) -> None:
+        def look(call: Future[Any], engine: EngineControl) -> None:
             if call.exception() is None:
                 return
             if not ended and not first:
@@ -164,7 +166,8 @@ class WeightSender:
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do this rank's part; what fails on one rank raises on all of them, in bounded time."""
-        failure, refused, named = None, False, ()
+        failure: str | None = None
+        refused, named = False, tuple[str, ...]()
         try:
             result = work()
         except Exception as error:
@@ -177,7 +180,8 @@ class WeightSender:
             self.close()
             said = "; ".join(f"rank {i}: {f}" for i, (f, _, _) in enumerate(outcomes) if f)
             kind = PlanRefusedError if any(r for _, r, _ in outcomes) else WeightSyncError
-            raise kind(f"the engines' weights were not updated ({said})", [e for *_, named in outcomes for e in named])
+            engines = [name for _, _, names in outcomes for name in names]
+            raise kind(f"the engines' weights were not updated ({said})", engines)
         return result
 
 

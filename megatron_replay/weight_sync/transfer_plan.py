@@ -9,10 +9,10 @@ nothing of a bucket that it has loaded.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Entry:
 
     @property
     def shard_bytes(self) -> int:
-        return math.prod(self.shard_shape) * getattr(torch, self.dtype).itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shard_shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,10 @@ class TransferPlan:
 
 def make_plan(held: Sequence[Sequence[Entry]], padded_vocab: int, bucket_bytes: int) -> TransferPlan:
     """The plan of all senders; held[s] are the entries of sender s (`local_entries`), each naming its holders."""
-    seen: set[str] = set()
-    entries = [e for mine in held for e in mine if not (e.name in seen or seen.add(e.name))]
-    return TransferPlan(tuple(_fill(entries, bucket_bytes)), padded_vocab, len(held))
+    first: dict[str, Entry] = {}
+    for entry in itertools.chain.from_iterable(held):
+        first.setdefault(entry.name, entry)
+    return TransferPlan(tuple(_fill(list(first.values()), bucket_bytes)), padded_vocab, len(held))
 
 
 def local_entries(weights: ShardedWeights, sender: int) -> list[Entry]:
@@ -140,7 +142,7 @@ def local_entries(weights: ShardedWeights, sender: int) -> list[Entry]:
 def _fill(entries: Iterable[Entry], bucket_bytes: int) -> Iterable[Bucket]:
     bucket: list[Entry] = []
     size = 0
-    for _, members in groupby(entries, key=lambda e: e.name.rpartition(".")[0]):
+    for _, members in itertools.groupby(entries, key=lambda e: e.name.rpartition(".")[0]):
         module = list(members)
         nbytes = sum(_aligned(e.shard_bytes) * len(e.senders) for e in module)
         if bucket and size + nbytes > bucket_bytes:

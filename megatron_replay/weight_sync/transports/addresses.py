@@ -14,4 +14,5 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind) as probe:
         # nothing is sent: connecting a datagram socket only chooses the route
         probe.connect(place)
-        return probe.getsockname()[0]
+        own: str = probe.getsockname()[0]
+        return own

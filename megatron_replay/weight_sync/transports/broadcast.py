@@ -96,7 +96,7 @@ def _group(backend: str, store: dist.Store, rank: int, world: int, timeout: time
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world, options)
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=host)]

@@ -17,7 +17,7 @@ from megatron_replay.weight_sync.transports.buffers import BufferedSender
 
 GIVEN_UP = "the engine has given up the push"
 # of this process: key of a sender -> its queue of (message, future that is done when the worker has read it)
-_OPEN: dict[str, queue.Queue[tuple[Tensor, Future] | None]] = {}
+_OPEN: dict[str, queue.Queue[tuple[Tensor, Future[None]] | None]] = {}
 
 
 class InProcessSender(BufferedSender):
@@ -34,7 +34,7 @@ class InProcessSender(BufferedSender):
         """Nobody to wait for: the queue is there."""
 
     def _start(self, message: Tensor) -> Callable[[], object]:
-        read: Future = Future()
+        read: Future[None] = Future()
         self._queue.put((message, read))
         # looked at after the put: a worker that left before it will not look into its queue again
         if self._key not in _OPEN:
@@ -73,9 +73,9 @@ class InProcessReceiver:
 
 
 class _Taken:
-    def __init__(self, source: queue.Queue, nbytes: int, timeout: float) -> None:
+    def __init__(self, source: queue.Queue[tuple[Tensor, Future[None]] | None], nbytes: int, timeout: float) -> None:
         self._queue, self._nbytes, self._timeout = source, nbytes, timeout
-        self.read: Future | None = None
+        self.read: Future[None] | None = None
 
     def is_over(self) -> bool:
         return self.read is not None and self.read.done()
