@@ -51,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFile
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernel tests are GPU tests where there is a GPU. Files with slow tests come first: none is left for the end."""
+    """The kernel tests are GPU tests where there is a GPU. Files with slow tests come first, not last."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
