@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import runpy
@@ -114,7 +115,7 @@ def test_a_command_is_one_that_its_program_takes(command: Command, monkeypatch: 
     elif name == "docker":
         stages = re.findall(r"^FROM .* AS (\S+)$", DOCKERFILE, re.MULTILINE)
         declared = re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE)
-        for flag, value in zip(words, words[1:], strict=False):
+        for flag, value in itertools.pairwise(words):
             assert flag != "--target" or value in stages
             assert flag != "--build-arg" or value.partition("=")[0] in declared
         assert words[0] in ("build", "run")
