@@ -38,7 +38,6 @@ from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.run.checks import arena_tokens, check
 from megatron_replay.run.dry_run import dry_run
 from megatron_replay.run.launcher import end_with_launcher
-from megatron_replay.run.lock import RunLock
 from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch, task_of
 from megatron_replay.tasks.prompts import PromptSource
 from megatron_replay.tasks.reward import Reward
@@ -135,10 +134,10 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
         "--seed": config.seed,
         "--grpo-group-size": config.group_size,
         "--rl-task": args.rl_task,
+        "--rl-reward": args.rl_reward,
         "--load-hf (sha256 of its weights)": from_first_rank(lambda: checkpoint_identity(args.load_hf)),
         **prompts.identity,
     }
-    lock = RunLock()
     state = checkpoint.RunState(step=0, cursor=0, fixed=fixed)
     if args.load:
         state = checkpoint.load(args.load, policy, buffer, fixed, allow_empty_buffer=args.rl_replay_allow_empty_buffer)
@@ -147,8 +146,8 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     log = RunLog(args.run_dir, start_step=state.step, total_steps=config.train_iters, enabled=first)
     log.describe(vars(args))
     watch = rollout_watch(args, tokenizer, state.step, policy, buffer)
-    if first and args.save:
-        lock.take(save_folder, "--save")
+    if args.save:
+        log.hold(save_folder, "--save")
     counters: dict[str, Any] = {"updates": 0, "fresh_rollouts": 0, "replayed_rollouts": 0, "seconds": 0.0}
     counters |= state.counters
     seconds_before = counters["seconds"]
@@ -217,7 +216,6 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
                 f"go on with --load {save_folder}"
             )
             log.close()
-            lock.release()
             return
         with phase("evaluate"):
             accuracy_after = evaluate(config.train_iters)
@@ -243,7 +241,6 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
         save_hf(args.save_hf, unwrap(policy.model), shape, groups, base=args.load_hf)
     log.say(f"{summary['updates']} updates in {summary['seconds']:.0f} s; see {args.run_dir}/curves.png")
     log.close(summary)
-    lock.release()
 
 
 def quiet() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.ops.philox import uniform
 from megatron_replay.replay_buffer import Draw, RolloutReplayBuffer
 from megatron_replay.rollout import RolloutBatch
+from megatron_replay.telemetry import drop_rows_from
 from megatron_replay.tokenizer import NO_TEXT, Tokenizer
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -226,21 +226,3 @@ def counts(values: Tensor, edges: Sequence[float]) -> Tensor:
 def finite(value: float) -> float | None:
     """`value` to 5 decimals, or None where it is not a finite number."""
     return round(value, 5) if math.isfinite(value) else None
-
-
-def drop_rows_from(path: Path, start_step: int) -> None:
-    """Leave the rows of steps before `start_step`; a line cut off by a kill goes too, any other bad line raises."""
-    if not path.exists():
-        return
-    short = path.with_name(f"{path.name}.tmp")
-    with open(path, "rb") as old, open(short, "wb") as new:
-        for number, line in enumerate(old, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                keep = json.loads(line)["step"] < start_step
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number} is no row with a step: {line[:80]!r}") from error
-            if keep:
-                new.write(line)
-    os.replace(short, path)

@@ -69,12 +69,7 @@ class RunLog:
             # the lock went along
             lock.release()
             lock.take(self.folder, "--run-dir")
-        rows = [row for row in read_metrics(self.folder) if row["step"] < start_step]
-        # beside its place: a run killed in this moment keeps its rows
-        kept = self.folder / f"{METRICS_FILE}.partial"
-        with open(kept, "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(kept, self.folder / METRICS_FILE)
+        drop_rows_from(self.folder / METRICS_FILE, start_step)
         self._file = open(self.folder / METRICS_FILE, "a", buffering=1)  # noqa: SIM115 - closed in close()
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start_step)
         self._bar = tqdm(total=total_steps, initial=start_step, desc="replay GRPO", unit="step", dynamic_ncols=True)
@@ -88,6 +83,11 @@ class RunLog:
         versions = {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS}
         text = json.dumps({"flags": flags, "versions": versions}, indent=1, default=str)
         (self.folder / RUN_FILE).write_text(text + "\n")
+
+    def hold(self, folder: str | Path, flag: str) -> None:
+        """Lock another folder of this run too, named by `flag`."""
+        if self.enabled:
+            self._lock.take(folder, flag)
 
     def update(self, step: int, iteration: int, metrics: dict[str, Any]) -> None:
         """One row: an update of the policy."""
@@ -122,6 +122,25 @@ class RunLog:
             draw_curves(read_metrics(self.folder), summary, self.folder / "curves.png")
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         self._lock.release()
+
+
+def drop_rows_from(path: Path, start_step: int) -> None:
+    """Leave the rows of steps before `start_step`; a line cut off by a kill goes too, any other bad line raises."""
+    if not path.exists():
+        return
+    # beside its place: a run killed in this moment keeps its rows
+    short = path.with_name(f"{path.name}.tmp")
+    with open(path, "rb") as old, open(short, "wb") as new:
+        for number, line in enumerate(old, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                keep = json.loads(line)["step"] < start_step
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number} is no row with a step: {line[:80]!r}") from error
+            if keep:
+                new.write(line)
+    os.replace(short, path)
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

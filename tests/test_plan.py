@@ -361,13 +361,15 @@ def test_wires() -> None:
     assert in_node.replicas_on_one_node and not across.replicas_on_one_node
 
 
-def test_a_colocated_engine_wakes_beside_what_training_took() -> None:
+def test_a_colocated_engine_wakes_beside_what_a_push_took() -> None:
     shape = model_shape("qwen3-4b")
     options = ("--bf16", "--rl-engine", "vllm-colocated")
     plan = plan_of(shape, Layout(1, 1, 8, 8), *options, "--use-distributed-optimizer")
     phases = plan.stages[0].phases("vllm-colocated")
-    assert phases["sample"] == phases["train"] + 40_000_000_000
-    assert plan.reason is not None and "--rl-vllm-gpu-memory-utilization" in plan.reason
+    assert phases["sample"] == phases["push"] + 40_000_000_000
+    assert plan.reason is None
+    large_share = plan_of(shape, Layout(1, 1, 8, 8), *options, "--rl-vllm-gpu-memory-utilization", "0.9")
+    assert large_share.reason is not None and "--rl-vllm-gpu-memory-utilization" in large_share.reason
     small_share = plan_of(shape, Layout(8, 1, 1, 8), *options, "--rl-vllm-gpu-memory-utilization", "0.05")
     assert small_share.reason is not None and "must hold the engine's weights" in small_share.reason
 

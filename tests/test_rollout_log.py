@@ -20,10 +20,10 @@ from megatron_replay.rollout_log import (
     ROLLOUTS_FILE,
     RolloutLog,
     counts,
-    drop_rows_from,
     rollout_lines,
     token_texts,
 )
+from megatron_replay.telemetry import drop_rows_from
 from megatron_replay.tokenizer import NO_TEXT, SentencePieceTokenizer
 from tests.buffers import buffer, rows
 from tests.launch import ROOT

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from megatron_replay.engines.group_request import GroupRequest
 from megatron_replay.engines.vllm_child import VllmChild
 from megatron_replay.engines.vllm_client import EngineError
@@ -51,6 +53,13 @@ class VllmColocatedEngine(VllmEngine):
 
     def controls(self) -> list[VllmChild]:
         return [] if self._child is None else [self._child]
+
+    def make_room(self) -> None:
+        """What training has freed lies in PyTorch's allocator, where the engine cannot have it."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+            # no engine wakes before every rank has
+            self.ranks.any(False)
 
     def revive(self, suspect: bool) -> bool:
         if self._child is not None and self._child.alive() and not suspect:

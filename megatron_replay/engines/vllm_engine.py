@@ -95,6 +95,9 @@ class VllmEngine:
         """Whether this rank's replica sends weights."""
         raise NotImplementedError
 
+    def make_room(self) -> None:
+        """On every rank of a replica that feeds, before `revive`: give up memory that the engine shares."""
+
     def revive(self, suspect: bool) -> bool:
         """On a leader of a replica that feeds: replace engines that are gone, and with `suspect` those that may be.
 
@@ -151,6 +154,7 @@ class VllmEngine:
         if not self.feeds():
             return "", None
         new, failure = False, ""
+        self.make_room()
         if self.ranks.leads:
             try:
                 new = self.revive(suspect)

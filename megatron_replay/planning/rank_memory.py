@@ -53,13 +53,11 @@ class RankMemory:
     def parts(self, engine: str) -> dict[str, dict[str, int]]:
         """What is held at once in each phase of a step, by name.
 
-        A colocated engine wakes beside the trainer's allocator, which keeps what training took: nothing gives it back.
+        A colocated engine wakes for a push: what training took is given back before, what the push took is not.
         """
         items = self.items()
         found = {phase: {name: items[name] for name in (*STATE, *more)} for phase, more in PHASES.items()}
-        beside: dict[str, int] = {name: items[name] for name in STATE}
-        if engine == "vllm-colocated":
-            beside = max(found.values(), key=lambda parts: sum(parts.values()))
+        beside = found["push"] if engine == "vllm-colocated" else {name: items[name] for name in STATE}
         return found | {"sample": beside | {"engine": self.engine}}
 
     def phases(self, engine: str) -> dict[str, int]:

@@ -10,9 +10,10 @@ from megatron_replay import arguments
 from megatron_replay.engines.child_process import clean_environment
 from megatron_replay.planning.findings import Findings
 from megatron_replay.rollout import Completion, Prompt
+from megatron_replay.run.parts import task_of
 from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
 from megatron_replay.tasks.reward import Graders, Reward
-from megatron_replay.tasks.task import Split, Task, build_task
+from megatron_replay.tasks.task import Task
 from megatron_replay.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -31,8 +32,8 @@ class _ThisProcess:
 
 def check_data(found: Findings, args: Any, tokenizer: Tokenizer | None, count: int) -> None:
     """Parse the data, encode the run's first `count` prompts and the held-out ones, score gold answers."""
-    task = found.attempt(lambda: _task(args, "train"))
-    heldout = found.attempt(lambda: _task(args, "heldout")) if args.eval_prompts else None
+    task = found.attempt(lambda: task_of(args, "train"))
+    heldout = found.attempt(lambda: task_of(args, "heldout")) if args.eval_prompts else None
     if tokenizer is None:
         found.skipped.append("prompts and reward: there is no tokenizer to check them with")
         return
@@ -50,19 +51,6 @@ def check_data(found: Findings, args: Any, tokenizer: Tokenizer | None, count: i
         found.checked += said.splitlines()
     taken = _first_prompts(found, args, source, min(count, source.size or count), limit)
     _check_reward(found, args, task, tokenizer, taken[:SCORED])
-
-
-def _task(args: Any, split: Split) -> Task:
-    """The task of a split; an error of its file, which names the file and the line alone, gets the flag's name."""
-    flag, path = (
-        ("--data-path", args.data_path) if split == "train" else ("--heldout-data-path", args.heldout_data_path)
-    )
-    keys = {"prompt_key": args.rl_prompt_key, "answer_key": args.rl_answer_key}
-    try:
-        return build_task(args.rl_task, split=split, seed=args.seed, data_path=path, **keys)
-    except ValueError as error:
-        named = str(error).startswith("--")
-        raise error if named else ValueError(f"{flag}: {error}") from None
 
 
 def _first_prompts(found: Findings, args: Any, source: PromptSource, count: int, limit: int) -> list[Prompt]:

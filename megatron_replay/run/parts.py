@@ -97,15 +97,16 @@ def make_engine(
 
 
 def task_of(args: argparse.Namespace, split: Split) -> Task:
-    """The problems of one split, by the flags of the data."""
-    return build_task(
-        args.rl_task,
-        split=split,
-        seed=args.seed,
-        data_path=args.data_path if split == "train" else args.heldout_data_path,
-        prompt_key=args.rl_prompt_key,
-        answer_key=args.rl_answer_key,
+    """The problems of one split, by the flags of the data. A ValueError names the flag, also for a line of its file."""
+    flag, path = (
+        ("--data-path", args.data_path) if split == "train" else ("--heldout-data-path", args.heldout_data_path)
     )
+    keys = {"prompt_key": args.rl_prompt_key, "answer_key": args.rl_answer_key}
+    try:
+        return build_task(args.rl_task, split=split, seed=args.seed, data_path=path, **keys)
+    except ValueError as error:
+        named = str(error).startswith("--")
+        raise error if named else ValueError(f"{flag}: {error}") from None
 
 
 def build_graders(args: argparse.Namespace, groups: ParallelGroups) -> Graders | None:
