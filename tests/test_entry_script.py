@@ -19,6 +19,7 @@ from megatron_replay import arguments
 from megatron_replay.telemetry import read_metrics
 from megatron_replay.weight_sync.model_shape import ModelShape
 from tests.launch import EXAMPLE, ROOT, command, environment, torchrun
+from tests.preloaded import preloaded, preloaded_failure
 
 from tests.single_rank import groups  # isort: skip - before the trainer, which it prepares for a CPU
 
@@ -77,7 +78,7 @@ def test_the_run_folder_holds_what_the_readme_says(whole: Path) -> None:
 
 def test_both_tokenizers_give_the_same_run(whole: Path, tmp_path: Path) -> None:
     twin = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", FLAGS.parent / "model")
-    torchrun(2, EXAMPLE, *flags(tmp_path, *twin))
+    preloaded(2, *flags(tmp_path, *twin))
     assert comparable(read_metrics(tmp_path)) == comparable(read_metrics(whole))
 
 
@@ -113,7 +114,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(whole: Path, tmp_pa
     assert f"stopped by signal SIGTERM after step {done} of {STEPS} and saved; go on with --load" in said
     assert 2 <= done < STEPS and not (run_dir / "summary.json").exists() and not (run_dir / ".lock").exists()
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(done)
-    torchrun(2, EXAMPLE, *flags(run_dir, "--load", run_dir / "checkpoints"))
+    preloaded(2, *flags(run_dir, "--load", run_dir / "checkpoints"))
     assert comparable(read_metrics(run_dir)) == comparable(read_metrics(whole))
 
 
@@ -144,7 +145,7 @@ def test_kill_between_steps_and_resume_gives_the_same_metrics(whole: Path, tmp_p
     process.wait()
     seen = len(read_metrics(run_dir))
     assert 4 <= seen < STEPS and read_metrics(whole)[3]["replay/size"] > 0
-    torchrun(2, EXAMPLE, *flags(run_dir, "--load", run_dir / "checkpoints"))
+    preloaded(2, *flags(run_dir, "--load", run_dir / "checkpoints"))
     assert comparable(read_metrics(run_dir)) == comparable(read_metrics(whole))
     ours, theirs = (json.loads((d / "summary.json").read_text()) for d in (run_dir, whole))
     assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
@@ -165,7 +166,7 @@ def test_resume_on_another_layout_draws_the_same_rollouts(whole: Path, tmp_path:
     checkpoints.mkdir()
     (checkpoints / "iter_0000006").symlink_to(whole / "checkpoints" / "iter_0000006")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
-    torchrun(world, EXAMPLE, *flags(tmp_path, "--load", checkpoints, "--save", tmp_path / "new", *layout.split()))
+    preloaded(world, *flags(tmp_path, "--load", checkpoints, "--save", tmp_path / "new", *layout.split()))
     assert_same_steps(read_metrics(tmp_path), read_metrics(whole)[6:])
 
 
@@ -184,7 +185,7 @@ def assert_same_steps(rows: list[dict[str, Any]], expected: list[dict[str, Any]]
 def test_a_data_parallel_run_reshards_and_loses_nothing(tmp_path: Path) -> None:
     """DP2 x TP2, distributed optimizer: two shards with different rollouts, from which one rank goes on, and four."""
     more = ("--train-iters", 6, "--save-interval", 4, "--use-distributed-optimizer")
-    torchrun(4, EXAMPLE, *flags(tmp_path / "dp2", *more))
+    preloaded(4, *flags(tmp_path / "dp2", *more))
     checkpoints = tmp_path / "dp2" / "checkpoints"
     shards = sorted((checkpoints / "iter_0000004").glob("replay_buffer_*"))
     assert [x.name for x in shards] == [f"replay_buffer_0000{i}_of_00002.safetensors" for i in range(2)]
@@ -199,7 +200,7 @@ def test_a_data_parallel_run_reshards_and_loses_nothing(tmp_path: Path) -> None:
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
     for ranks in (1, 4):
         on_other = ("--load", checkpoints, "--save", tmp_path / f"new{ranks}", "--tensor-model-parallel-size", 1)
-        torchrun(ranks, EXAMPLE, *flags(tmp_path / f"dp{ranks}", *more, *on_other))
+        preloaded(ranks, *flags(tmp_path / f"dp{ranks}", *more, *on_other))
         rows = read_metrics(tmp_path / f"dp{ranks}")
         assert rows[0]["replay/size"] == alive
         assert_same_steps(rows, read_metrics(tmp_path / "dp2")[4:])
@@ -215,9 +216,9 @@ def test_a_checkpoint_at_the_end_of_an_epoch_resumes_in_the_next(tmp_path: Path)
     data.write_text("\n".join(map(json.dumps, lines)))
     task = ("--rl-task", "jsonl", "--data-path", data, "--eval-prompts", 0, "--tensor-model-parallel-size", 1)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    torchrun(1, EXAMPLE, *flags(whole, *task, "--train-iters", 4, "--save-interval", 2))
+    preloaded(1, *flags(whole, *task, "--train-iters", 4, "--save-interval", 2))
     (whole / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-    torchrun(1, EXAMPLE, *flags(resumed, *task, "--train-iters", 4, "--load", whole / "checkpoints"))
+    preloaded(1, *flags(resumed, *task, "--train-iters", 4, "--load", whole / "checkpoints"))
     assert comparable(read_metrics(resumed)) == comparable(read_metrics(whole)[2:])
     summary = json.loads((resumed / "summary.json").read_text())
     assert summary["accuracy_before"] is None and summary["fresh_rollouts"] == 4 * 32
@@ -246,9 +247,5 @@ def test_the_policy_has_a_bucket_for_every_age_that_is_drawn(tmp_path: Path) -> 
     ],
 )
 def test_bad_input_ends_with_an_error_that_names_the_flag(tmp_path: Path, more: tuple[object, ...], words: str) -> None:
-    done = subprocess.run(
-        [command(1, EXAMPLE)[0], str(EXAMPLE), *flags(tmp_path, "--tensor-model-parallel-size", 1, *more)],
-        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert words in done.stderr, done.stderr[-2000:]
+    said = preloaded_failure(1, *flags(tmp_path, "--tensor-model-parallel-size", 1, *more))
+    assert words in said, said[-2000:]

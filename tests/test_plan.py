@@ -1,15 +1,15 @@
 """tools/plan.py: its contract and refusals; its memory model against real models, optimizers and buffers on a CPU.
 
-Started by torchrun this file is the worker of its own slow test: it measures each layout of the world in turn.
+Started as a program this file is the worker of its own slow test: it measures each layout of the world in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 from megatron_replay.weight_sync.transfer_plan import local_entries
 from megatron_replay.weight_sync.transfer_plan import make_plan as make_transfer_plan
 from tests.hf_configs import LLAMA32_1B, QWEN3_06B, QWEN25_05B, shape_of
-from tests.launch import ROOT, torchrun
+from tests.launch import ROOT, run_script
+from tests.parallel.forked import run_world
 from tests.single_rank import SEQ_LENGTH, groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,7 +121,7 @@ def test_state_of_one_rank_is_exact(tied: bool, dtype: torch.dtype, distributed:
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("plan") / "measured.json"
-    torchrun(4, Path(__file__), "--out", out)
+    run_script(Path(__file__), out)
     return json.loads(out.read_text())
 
 
@@ -294,7 +295,7 @@ def test_the_push_is_that_of_the_transfer_plan() -> None:
         assert held.push == pytest.approx(2 * plan.largest_payload(stage * 4), rel=0.05)
 
 
-def flags(*more: object) -> argparse.Namespace:
+def flags(*more: object) -> Namespace:
     base = "--run-dir x --train-iters 1 --lr 1 --load-hf x --seq-length 4096 --rl-max-response-length 3072"
     return arguments.parse_args(
         [*base.split(), "--grpo-prompts-per-step", "64", "--grpo-group-size", "8", *map(str, more)]
@@ -480,10 +481,7 @@ def everyones(mine: Any) -> list[Any]:
     return values
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+def measure_layouts(out: Path) -> None:
     results: dict[str, list[Any]] = {}
     for name, (tensor, pipeline) in LAYOUTS.items():
         at = initialize(tensor, pipeline, seed=1)
@@ -497,8 +495,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    written = Path(sys.argv[1])
+    run_world(4, written.with_suffix(".store"), measure_layouts, written)

@@ -1,9 +1,10 @@
-"""One process of the layout test: the real loop for three updates with replay, on each layout in turn.
+"""The layout test from inside: the real loop for three updates with replay, on each layout in turn.
 
-    torchrun --nproc-per-node N layout_worker.py --model DIR --layouts tp2 tp2-sp pp2 ... --recording FILE --out FILE
+    layout_worker.py --model DIR --layouts 1:tp1 2:tp2 2:pp2 4:tp2-pp2 ... --out DIR
 
 The reference run (`tp1`) samples its rollouts and records them; the others train on the recorded ones, so
 that what differs is the layout alone. Each layout's own sampling of the first step is kept for comparison.
+OUT/LAYOUT.json has what each came to; the number before a layout is that of its ranks, forked from this process.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from megatron_replay.trainer.optimizer import unwrap, wrap_for_training
 from megatron_replay.trainer.parallel import ParallelGroups, initialize
 from megatron_replay.trainer.policy import MegatronPolicy
 from megatron_replay.weight_sync.model_shape import ModelShape
+from tests.parallel.forked import run_world
 
 SEQ_LENGTH, EOS, PROMPTS, GROUP, UPDATES = 48, 1, 4, 4, 3
 SAMPLING = SamplingConfig(max_response_length=10, temperature=0.9, seed=11)
@@ -111,13 +113,13 @@ def layout(name: str) -> dict[str, Any]:
     return {"tp": sizes.get("tp", 1), "pp": sizes.get("pp", 1), "sp": "sp" in name, "distopt": "distopt" in name}
 
 
-def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, folder: Path, recording: Path) -> dict[str, Any]:
     at = layout(name)
     groups = initialize(at["tp"], at["pp"], seed=1)
-    shape = ModelShape.from_folder(args.model)
+    shape = ModelShape.from_folder(folder)
     options = ModelOptions(sequence_parallel=at["sp"], make_vocab_size_divisible_by=8)
     model = build_model(shape, options, groups, SEQ_LENGTH)
-    load_hf_weights(model, args.model, shape, groups)
+    load_hf_weights(model, folder, shape, groups)
     ddp, optimizer, scheduler = wrap_for_training(
         model, OptimizerOptions(lr=1e-3, total_updates=UPDATES, use_distributed_optimizer=at["distopt"], clip_grad=0.1)
     )
@@ -146,8 +148,8 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     own.load_weights(policy, 0)
     sampled = own.generate(data.shard(FixedPrompts(shape.vocab_size).take(PROMPTS)), GROUP)
     engine: Any = own
-    if args.recording.exists():
-        engine = RecordedEngine({r["uid"]: r for r in json.loads(args.recording.read_text())})
+    if recording.exists():
+        engine = RecordedEngine({r["uid"]: r for r in json.loads(recording.read_text())})
     rows: list[dict[str, Any]] = []
     replay_grpo(
         policy,
@@ -161,8 +163,8 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         report=lambda step, iteration, metrics: rows.append(metrics),
         end_step=lambda step: False,
     )
-    if not args.recording.exists():
-        args.recording.write_text(json.dumps([asdict(c) for c in {c.uid: c for c in own.kept}.values()]))
+    if not recording.exists():
+        recording.write_text(json.dumps([asdict(c) for c in {c.uid: c for c in own.kept}.values()]))
     gap = labels_gap(policy) if groups.pipeline_size == 1 else None
     return {"rows": rows, "sampled": gather_samples(groups, sampled), "labels_gap": gap}
 
@@ -191,22 +193,27 @@ def gather_samples(groups: ParallelGroups, sampled: list[Completion]) -> dict[st
     return {uid: value for part in everyone for uid, value in part.items()}
 
 
+def run_all(names: Sequence[str], folder: Path, out: Path) -> None:
+    for name in names:
+        results = run(name, folder, out / "recording")
+        if dist.get_rank() == 0:
+            (out / f"{name}.json").write_text(json.dumps(results))
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--layouts", nargs="+", required=True)
-    parser.add_argument("--recording", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {}
-    for name in args.layouts:
-        results[name] = run(name, args)
-        parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        args.out.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    worlds: dict[int, list[str]] = {}
+    for case in args.layouts:
+        world, _, name = case.partition(":")
+        worlds.setdefault(int(world), []).append(name)
+    for world, names in worlds.items():
+        run_world(world, args.out / f"store{world}", run_all, names, args.model, args.out)
 
 
 if __name__ == "__main__":
