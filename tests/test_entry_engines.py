@@ -14,6 +14,7 @@ import pytest
 from megatron_replay.arguments import parse_args
 from megatron_replay.telemetry import read_metrics
 from tests.launch import EXAMPLE, ROOT, torchrun
+from tests.preloaded import preloaded
 
 real_engine = [
     pytest.mark.slow,
@@ -24,9 +25,13 @@ GAP = "train_rollout_logprob_abs_diff"
 
 
 def run(folder: Path, engine: str, steps: int, *more: object) -> list[dict[str, Any]]:
-    """The rows of a run that leaves no engine behind."""
+    """The rows of a run that leaves no engine behind. The engine beside the ranks runs under the real launcher."""
     flags = ["--run-dir", folder, "--rl-engine", engine, "--train-iters", steps, "--rl-vllm-memory-gib", 0.25]
-    torchrun(2, EXAMPLE, f"@{FLAGS}", *flags, "--rl-vllm-startup-timeout", 400, *more, timeout=580)
+    words = (f"@{FLAGS}", *flags, "--rl-vllm-startup-timeout", 400, *more)
+    if engine == "vllm-colocated":
+        torchrun(2, EXAMPLE, *words, timeout=580)
+    else:
+        preloaded(2, *words, timeout=580)
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())]
     rows = read_metrics(folder)
     assert [r["step"] for r in rows] == list(range(steps))

@@ -21,6 +21,7 @@ from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.engines.child_process import free_port
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.engines.vllm_child import VllmChild
+from megatron_replay.engines.vllm_client import EngineError
 from megatron_replay.engines.vllm_colocated import VllmColocatedEngine, replica_devices
 from megatron_replay.engines.vllm_engine import VllmEngine
 from megatron_replay.engines.vllm_options import PINNED_VLLM, ServedModel
@@ -204,6 +205,18 @@ class TestServer:
         asked = prompts(200)
         check(server.submit(asked, GROUP).result(22), {22: load(models["m1"])}, asked)
         assert server.metrics()["engine/restarts"] == 0
+
+    def test_an_error_has_the_servers_own_words(self, server: VllmServerEngine, models: dict[str, Path]) -> None:
+        """One worker: where one of several raises, vLLM takes the others' answers for those to later calls."""
+        policy = FolderPolicy(models["m1"])
+        server.load_weights(policy, 25)
+        client = server._servers[0].client
+        with pytest.raises(EngineError, match=r"http://.*: POST /\w+: status 500 .*unexpected keyword argument 'a'"):
+            client.init_weight_transfer({"a": 1})
+        with pytest.raises(EngineError, match=r"status 500 .*start_weight_update must be called before"):
+            client.update_weights({"a": 1})
+        server._sender = None
+        server.load_weights(policy, 26)
 
     def test_a_server_killed_while_it_samples_and_again_while_it_takes_weights(
         self, server: VllmServerEngine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch

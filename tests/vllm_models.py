@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -25,10 +24,7 @@ VOCAB_SIZE = 320
 EOS_ID = 1
 MAX_MODEL_LEN = 256
 API_KEY = "a key for tests"
-# two workers: shared memory between processes is what a killed server leaves
-SHARED = VllmConfig(
-    tensor_parallel_size=2, max_num_seqs=64, memory_gib=0.25, startup_timeout=400, request_timeout=60, retries=2
-)
+SHARED = VllmConfig(max_num_seqs=64, memory_gib=0.25, startup_timeout=400, request_timeout=60, retries=2)
 
 
 def write_tiny_qwen3(folder: Path, seed: int = 0) -> Qwen3ForCausalLM:
@@ -81,8 +77,6 @@ def shared_server() -> SharedServer:
     """A server of the tiny model, started where none runs; it stops when the tests end. Skips without vllm."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    if len(os.sched_getaffinity(0)) < SHARED.tensor_parallel_size:
-        pytest.skip("two CPU workers of vLLM need two cores")
     if _running and _running[-1].process.alive():
         return _running[-1]
     if _failed:

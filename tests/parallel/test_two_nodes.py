@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_replay.telemetry import read_metrics
-from tests.launch import EXAMPLE, ROOT, environment, torchrun
+from tests.launch import EXAMPLE, ROOT, environment
 from tests.parallel.namespaces import INTERFACE, Network, network
+from tests.preloaded import preloaded
 from tests.test_entry_script import FLAGS, comparable
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def finish(nodes: Network, args: Sequence[str], logs: Path) -> None:
 )
 def test_a_node_is_lost_and_both_go_on(nodes: Network, tmp_path: Path, layout: str, fault: str, bound: float) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    torchrun(4, EXAMPLE, *flags(whole, layout))
+    preloaded(4, *flags(whole, layout))
     launchers = start(nodes, flags(run_dir, layout), tmp_path)
     wait_for_rows(run_dir, 3, launchers, tmp_path)
     began = time.monotonic()
