@@ -80,8 +80,7 @@ class RunLog:
         """run.json: what this run was started with, and the versions of what runs it."""
         if not self.enabled:
             return
-        versions = {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS}
-        text = json.dumps({"flags": flags, "versions": versions}, indent=1, default=str)
+        text = json.dumps({"flags": flags, "versions": versions()}, indent=1, default=str)
         (self.folder / RUN_FILE).write_text(text + "\n")
 
     def hold(self, folder: str | Path, flag: str) -> None:
@@ -157,6 +156,11 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}:{number} is not JSON: {line[:80]!r}") from error
     return rows
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that decide what a run computes; None for one that is not installed."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS}
 
 
 def _version(package: str) -> str | None:

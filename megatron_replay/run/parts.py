@@ -25,6 +25,7 @@ from megatron_replay.tasks.reward import Graders, Reward
 from megatron_replay.tasks.task import Split, Task, build_task
 from megatron_replay.tokenizer import Tokenizer
 from megatron_replay.trainer.forward_step import HeadOptions
+from megatron_replay.trainer.frozen_policy import FrozenPolicy
 from megatron_replay.trainer.generation import ModelSampler
 from megatron_replay.trainer.hf_checkpoint import load_hf_weights, save_hf
 from megatron_replay.trainer.model import build_model
@@ -47,7 +48,7 @@ def build_policy(
         temperature=config.sampling.temperature,
         logits_memory_bytes=args.rl_logits_memory_mib << 20,
         age_buckets=config.replay.tau_max + 1 if config.replay.age_metrics else 2,
-        logits_dtype=torch.float32 if args.rl_fp32_lm_head else None,
+        logits_dtype=_logits_dtype(args),
         backend=arguments.kernel_backend(args),
     )
     bin_tokens = args.micro_batch_size * args.seq_length
@@ -70,7 +71,11 @@ def build_policy(
 
 
 def make_engine(
-    args: argparse.Namespace, config: GrpoConfig, policy: MegatronPolicy, shape: ModelShape, tokenizer: Tokenizer
+    args: argparse.Namespace,
+    config: GrpoConfig,
+    policy: MegatronPolicy | FrozenPolicy,
+    shape: ModelShape,
+    tokenizer: Tokenizer,
 ) -> AnyEngine:
     groups = policy.groups
     served = ServedModel(
@@ -146,15 +151,19 @@ def heldout_accuracy(
     )
 
 
-def _sampler(args: argparse.Namespace, policy: MegatronPolicy, shape: ModelShape) -> ModelSampler:
+def _sampler(args: argparse.Namespace, policy: MegatronPolicy | FrozenPolicy, shape: ModelShape) -> ModelSampler:
     return ModelSampler(
         unwrap(policy.model),
         policy.groups,
         vocab_size=shape.vocab_size,
         max_sequence_length=args.seq_length,
         batch_size=args.rl_generation_batch_size,
-        logits_dtype=policy.head.logits_dtype,
+        logits_dtype=_logits_dtype(args),
     )
+
+
+def _logits_dtype(args: argparse.Namespace) -> torch.dtype | None:
+    return torch.float32 if args.rl_fp32_lm_head else None
 
 
 def rollout_watch(

@@ -25,7 +25,7 @@ from megatron_replay.trainer.forward_step import (
     LossReport,
     TrainForwardStep,
 )
-from megatron_replay.trainer.model import global_parameters
+from megatron_replay.trainer.frozen_policy import sharded_weights
 from megatron_replay.trainer.nonfinite import NonfiniteUpdates, gradients_are_finite
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.packing import PackedMicrobatch, pack, padded_length, plan_bins
@@ -57,16 +57,7 @@ class MegatronPolicy:
 
     def sharded_weights(self, shape: ModelShape) -> ShardedWeights:
         """What this rank holds of the weights; the tensors are the model's own."""
-        model = unwrap(self.model)
-        return ShardedWeights(
-            shape=shape,
-            padded_vocab=model.vocab_size,
-            parameters={name: parameter.detach() for name, parameter in global_parameters(model)},
-            tensor_rank=self.groups.tensor_rank,
-            tensor_size=self.groups.tensor_size,
-            replica=self.groups.replica,
-            data_rank=self.groups.data_rank,
-        )
+        return sharded_weights(unwrap(self.model), self.groups, shape)
 
     def train(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """One update on the global batch, and its metrics (the same on every rank).
