@@ -53,7 +53,8 @@ class BenchmarkRun:
         Every rank of the run drives it to its end; the first one gets all records of a chunk, others what it is given
         too. A reward of None or NaN stays one. Raises RuntimeError where an engine returns another number of samples.
         """
-        for start in range(done - done % self.chunk, len(self.prompts), self.chunk):
+        first = done - done % self.chunk if done < len(self.prompts) else done
+        for start in range(first, len(self.prompts), self.chunk):
             prompts = self.prompts[start : start + self.chunk]
             # a colocated engine on a GPU has put its weights away to give the memory back
             self.engine.load_weights(self.policy, version=version)
