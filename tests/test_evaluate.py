@@ -1,0 +1,306 @@
+"""tools/evaluate.py: real evaluations on several layouts, killed and gone on with, of both kinds of checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_replay.evaluation.benchmark_result import BenchmarkResult
+from megatron_replay.evaluation.sample_record import SampleRecord
+from megatron_replay.run.lock import RunLock
+from megatron_replay.tasks.sort_digits import SortDigits
+from tests.launch import ROOT, environment, run_script
+from tests.single_rank import groups
+
+TOOL = ROOT / "tools" / "evaluate.py"
+FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
+MODEL = ROOT / "examples" / "quickstart" / "model"
+HELDOUT = ["--benchmark", "heldout=task:sort-digits"]
+SMALL = [*HELDOUT, "--problems", "61", "--samples", "4"]
+JUDGE = """
+def no_opinion_on_zeros(*, prompt, response, answer, extra):
+    return None if response.startswith("0") else float(response == answer) / 2
+"""
+
+
+def flags(*more: object, tp: int = 1, pp: int = 1) -> list[str]:
+    layout = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
+    return [f"@{FLAGS}", *map(str, (*layout, *more))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the cases leave behind, each in a folder of its name."""
+    at = tmp_path_factory.mktemp("evaluate")
+    task = SortDigits(split="heldout", seed=1234)
+    problems = [task.problem(i) for i in range(61)]
+    lines = [json.dumps({"problem": p.prompt, "answer": p.answer, "level": 1}) + "\n" for p in problems]
+    # the third problem comes twice
+    (at / "sorted.jsonl").write_text("".join([*lines[:3], lines[2], *lines[3:]]))
+    (at / "judge.py").write_text(JUDGE)
+    trained = at / "trained"
+    jsonl = ["--benchmark", f"heldout={at / 'sorted.jsonl'}", f"again={at / 'sorted.jsonl'}", "--samples", "4"]
+    cases = [
+        {"name": "whole", "args": flags(*HELDOUT, "--problems", 1024, "--samples", 4)},
+        {"name": "alone", "args": flags(*SMALL, "--chunk", 2)},
+        {"name": "killed", "args": flags(*SMALL, "--chunk", 2), "kill_at": 60},
+        {"name": "killed", "args": flags(*SMALL, "--chunk", 2)},
+        {"name": "tp2", "world": 2, "args": flags(*SMALL, tp=2)},
+        {"name": "dp2", "world": 2, "args": flags(*SMALL, "--chunk", 5)},
+        {"name": "pp2", "world": 2, "args": flags(*SMALL, "--chunk", 50, pp=2)},
+        {
+            "name": "hf",
+            "args": flags(*SMALL, "--load-hf", trained / "hf", "--baseline", at / "alone" / "evaluation.json",
+                          "--aes-gamma", 7, "--json", at / "copy.json"),
+        },
+        {"name": "megatron", "world": 2,
+         "args": flags(*SMALL, "--load", trained / "checkpoints", "--step", 1, tp=2)},
+        {"name": "latest", "args": flags(*SMALL, "--load", trained / "checkpoints")},
+        {"name": "jsonl", "args": flags(*jsonl, "--keep-text")},
+        {"name": "judged", "args": flags(*jsonl, "--rl-reward", f"{at / 'judge.py'}:no_opinion_on_zeros",
+                                         "--rl-grader-workers", 1, "--correct-at", 0.5)},
+    ]  # fmt: skip
+    (at / "cases.json").write_text(json.dumps([{"world": 1, **case} for case in cases]))
+    command = [sys.executable, "-m", "tests.evaluation_worker", at, at / "cases.json"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (at / "said").write_text(done.stdout)
+    return at
+
+
+def lines(folder: Path) -> list[str]:
+    return (folder / "samples.jsonl").read_text().splitlines()[1:]
+
+
+def evaluation(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_the_quickstart_model_is_as_good_as_its_provenance_says(folder: Path) -> None:
+    heldout = evaluation(folder / "whole")["benchmarks"]["heldout"]
+    told = json.loads((MODEL / "provenance.json").read_text())["sampled_heldout_accuracy"]
+    # four standard errors: of 4,096 samples, four of each problem, and of the 10,000 that were measured then
+    low, high = heldout["ci95"]["avg_at_k"]
+    noise = 4 * math.hypot((high - low) / 3.92, math.sqrt(told * (1 - told) / 10_000))
+    assert 0.015 < noise < 0.035 and abs(heldout["avg_at_k"] - told) < noise
+    assert low < heldout["avg_at_k"] < high
+    passes = heldout["pass_at_k"]
+    assert list(passes) == ["1", "2", "4"] and passes["1"] < passes["2"] < passes["4"]
+    # an answer has six tokens, so a right one has six
+    assert heldout["length_correct"] == 6 >= heldout["length_incorrect"]
+    assert 0 < heldout["truncated_fraction"] < 0.5 and heldout["unjudged"] == 0
+
+
+@pytest.mark.slow
+def test_the_folder_holds_what_the_page_says(folder: Path) -> None:
+    found = evaluation(folder / "alone")
+    assert found.keys() == {
+        "settings", "run", "benchmarks", "aes", "versions", "commit", "changed_files",
+    }  # fmt: skip
+    assert found["aes"] is None and found["versions"]["megatron-core"] == "0.19.2"
+    assert found["run"]["sources"] == {"heldout": "task:sort-digits"} and found["run"]["load"] is None
+    names = {p.name for p in (folder / "alone").iterdir()}
+    assert names == {"samples.jsonl", "evaluation.json", "pass_at_k.png"}
+    assert (folder / "alone" / "pass_at_k.png").read_bytes().startswith(b"\x89PNG")
+    rows = [SampleRecord.from_line(x) for x in lines(folder / "alone")]
+    assert [(n, r.problem, r.sample) for n, r in rows] == [("heldout", i, j) for i in range(61) for j in range(4)]
+    again = BenchmarkResult([r for _, r in rows], 4).to_json(seed=1234)
+    assert again == {k: v for k, v in found["benchmarks"]["heldout"].items() if k != "identity"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])
+def test_every_layout_and_chunk_gives_the_same(folder: Path, layout: str) -> None:
+    assert lines(folder / layout) == lines(folder / "alone")
+    a, b = evaluation(folder / layout), evaluation(folder / "alone")
+    assert a["benchmarks"] == b["benchmarks"] and a["settings"] == b["settings"]
+    sizes = [a["run"][f"{x}_parallel"] for x in ("tensor", "pipeline", "data")]
+    assert sizes == [1 + (layout == x) for x in ("tp2", "pp2", "dp2")]
+
+
+@pytest.mark.slow
+def test_killed_and_gone_on_with_it_is_the_same_file(folder: Path) -> None:
+    at = int((folder / "killed.lines").read_text())
+    whole = (folder / "alone" / "samples.jsonl").read_bytes()
+    assert 60 <= at < whole.count(b"\n") == 1 + 61 * 4
+    assert (folder / "killed" / "samples.jsonl").read_bytes() == whole
+    assert evaluation(folder / "killed")["benchmarks"] == evaluation(folder / "alone")["benchmarks"]
+
+
+@pytest.mark.slow
+def test_a_training_checkpoint_is_as_good_as_the_folder_saved_from_it(folder: Path) -> None:
+    hf, megatron = folder / "hf", folder / "megatron"
+    assert lines(megatron) == lines(hf)
+    assert evaluation(megatron)["benchmarks"] == evaluation(hf)["benchmarks"]
+    assert evaluation(megatron)["run"]["step"] == 1 and evaluation(folder / "latest")["run"]["step"] == 2
+    # training has changed something, and again
+    assert lines(hf) != lines(folder / "alone") and lines(folder / "latest") != lines(hf)
+
+
+@pytest.mark.slow
+def test_against_a_baseline(folder: Path) -> None:
+    found = evaluation(folder / "hf")
+    ours, base = found["benchmarks"]["heldout"], evaluation(folder / "alone")["benchmarks"]["heldout"]
+    row = found["aes"]["benchmarks"]["heldout"]
+    gain = (ours["avg_at_k"] - base["avg_at_k"]) / base["avg_at_k"]
+    saved = (base["length_mean"] - ours["length_mean"]) / base["length_mean"]
+    assert row["score"] == pytest.approx(saved + (3 if gain >= 0 else -7) * abs(gain)) == found["aes"]["score_mean"]
+    assert found["aes"]["constants"] == {"alpha": 1.0, "beta": 3.0, "gamma": 7.0}
+    for key, of in (("accuracy", "avg_at_k"), ("length", "length_mean")):
+        low, high = row[f"{key}_difference_ci95"]
+        assert row[f"{key}_difference"] == pytest.approx(ours[of] - base[of])
+        assert low < row[f"{key}_difference"] < high
+    assert json.loads((folder / "copy.json").read_text()) == found
+    assert f"| {row['score']:.3f} |" in (folder / "said").read_text()
+
+
+@pytest.mark.slow
+def test_a_file_is_sampled_as_the_task_is_that_it_was_made_of(folder: Path) -> None:
+    rows = [SampleRecord.from_line(x) for x in lines(folder / "jsonl")]
+    plain = [SampleRecord.from_line(x)[1] for x in lines(folder / "alone")]
+    named = [r for name, r in rows if name == "heldout"]
+    assert [(r.problem, r.tokens, r.reward) for r in named] == [(r.problem, r.tokens, r.reward) for r in plain]
+    task = SortDigits(split="heldout", seed=1234)
+    assert all((r.text == task.problem(r.problem).answer) == (r.reward == 1) for r in named)
+    # a benchmark of another name has the same problems and other random numbers
+    assert [r.text for name, r in rows if name == "again"] != [r.text for r in named]
+    assert evaluation(folder / "jsonl")["benchmarks"]["again"]["problems"] == 61
+
+
+@pytest.mark.slow
+def test_what_a_reward_does_not_judge_is_counted(folder: Path) -> None:
+    texts = {(n, r.problem, r.sample): r.text for n, r in map(SampleRecord.from_line, lines(folder / "jsonl"))}
+    for name, r in map(SampleRecord.from_line, lines(folder / "judged")):
+        zeros = (texts[name, r.problem, r.sample] or "").startswith("0")
+        assert (r.reward is None) == zeros
+    judged = evaluation(folder / "judged")["benchmarks"]["heldout"]
+    right = [r for n, r in map(SampleRecord.from_line, lines(folder / "judged")) if n == "heldout" and r.reward == 0.5]
+    assert 0 < judged["unjudged"] < 244 and sum(judged["per_problem"]["correct"]) == len(right) > 0
+    said = (folder / "said").read_text()
+    assert f"heldout: {judged['unjudged']} samples have no reward; they are neither right nor wrong" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_vllm_says_what_the_embedded_engine_says(tmp_path: Path) -> None:
+    """Greedy, since the engines draw other random numbers; its weights come by a push alone."""
+    for engine in ("embedded", "vllm-colocated"):
+        more = ("--engine", engine, "--rl-default-top-k", 1, "--problems", 24, "--samples", 2, "--keep-text")
+        vllm = ("--rl-vllm-memory-gib", 0.25, "--rl-vllm-startup-timeout", 400)
+        run_script(TOOL, *flags(*HELDOUT, *more, *vllm, "--out", tmp_path / engine), timeout=500)
+    greedy = [lines(tmp_path / engine) for engine in ("embedded", "vllm-colocated")]
+    assert greedy[0] == greedy[1] and len(greedy[0]) == 48
+    rows = [SampleRecord.from_line(x)[1] for x in greedy[0]]
+    assert len({r.text for r in rows}) > 12 and all(
+        a.text == b.text for a, b in zip(rows[::2], rows[1::2], strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    sys.path.insert(0, str(TOOL.parent))
+    spec = importlib.util.spec_from_file_location("evaluate", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(TOOL.parent))
+    return module
+
+
+def message(tool: ModuleType, capsys: pytest.CaptureFixture[str], out: Path, *more: object) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        tool.main([*flags("--out", out, *more)])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_flags_that_do_not_fit_are_one_line(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, words in (
+        ((), "the following arguments are required: --benchmark"),
+        ((*HELDOUT, "--samples", 0), "--samples must be at least 1, got 0"),
+        ((*HELDOUT, "--samples", 8193), "--samples must be at most 8192, got 8193"),
+        ((*HELDOUT, "--problems", 0), "--problems must be at least 1, got 0"),
+        ((*HELDOUT, "--chunk", 0), "--chunk must be at least 1, got 0"),
+        ((*HELDOUT, "--resamples", 0), "--resamples must be at least 1, got 0"),
+        ((*HELDOUT, "--correct-at", "nan"), "--correct-at must be finite, got nan"),
+        ((*HELDOUT, "--step", 3), "--step must be given with --load, got 3 alone"),
+        ((*HELDOUT, "--engine", "sglang"), "argument --engine: invalid choice: 'sglang'"),
+        (
+            (*HELDOUT, "--engine", "vllm-server", "--samples", 64, "--rl-vllm-max-num-seqs", 16),
+            "--rl-vllm-max-num-seqs must hold --samples 64, got 16",
+        ),
+        ((*HELDOUT, "--json", tmp_path / "none" / "x"), f"--json must be in a folder that exists, got '{tmp_path}"),
+        # the trainer's own words for the trainer's own flags
+        ((*HELDOUT, "--rl-default-temperature", 0), "--rl-default-temperature: temperature must be positive"),
+        ((*HELDOUT, "--seq-length", 6), "--seq-length must hold a prompt and --rl-max-response-length 6, got 6"),
+        ((*HELDOUT, "--sample", 4), "unrecognized arguments: --sample 4"),
+    ):
+        said = message(tool, capsys, tmp_path / "out", *more)
+        assert words in said and said.replace("(--help lists all flags)\n", "").count("\n") == 1, more
+    assert not (tmp_path / "out").exists()
+
+
+def test_input_that_does_not_fit_is_one_line(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # this process has its groups already
+    monkeypatch.setattr(tool, "initialize", lambda *args, **more: groups())
+    bad, held, empty = tmp_path / "bad.jsonl", tmp_path / "held", tmp_path / "none.jsonl"
+    bad.write_text('{"problem": "1=", "answer": "1"}\n{"problem": "2=", "answer": 2}\n')
+    lock = RunLock()
+    lock.take(held, "--out")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "samples.jsonl").write_text('{"settings": {"--samples": 8}}\n')
+    (tmp_path / "torn.json").write_text('{"benchmarks": {"heldout": {"per_problem": {}}}}')
+    (tmp_path / "base.json").write_text(json.dumps({"benchmarks": {"x": whole_row("0")}}))
+    # of the first held-out problem, as an evaluation writes it
+    problem = SortDigits(split="heldout", seed=1234).problem(0)
+    identity = hashlib.sha256(json.dumps([0, problem.prompt, problem.answer]).encode() + b"\n").hexdigest()
+    for name, row in (("same", whole_row(identity)), ("zero", whole_row(identity, correct=0))):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"benchmarks": {"heldout": row, "x": row}}))
+    one = (*HELDOUT, "--problems", 1)
+    for more, words in (
+        (("--benchmark", "x"), "--benchmark must be NAME=FILE.jsonl or NAME=task:TASK, got 'x'"),
+        (("--benchmark", "a/b=c"), "--benchmark must be NAME=FILE.jsonl or NAME=task:TASK, got 'a/b=c'"),
+        ((*HELDOUT, *HELDOUT), "--benchmark must give each name once, got 'heldout' twice"),
+        (("--benchmark", f"x={empty}"), f"--benchmark x={empty}: data_path must name a readable JSONL file"),
+        (("--benchmark", f"x={bad}"), f"--benchmark x={bad}: {bad}:2: answer must be a string"),
+        (("--benchmark", "x=task:chess"), "--benchmark x=task:chess: --rl-task must be one of sort-digits"),
+        ((*one, "--seq-length", 11), "--benchmark heldout=task:sort-digits: prompt 0 must have 1 to 5 tokens"),
+        ((*one, "--load-hf", tmp_path), "--load-hf must name a folder with a config.json"),
+        ((*one, "--load", tmp_path), f"--load must name a folder with a checkpoint, got '{tmp_path}' without"),
+        ((*one, "--aes-beta", -1), "--aes-beta must be at least 0 and finite, got -1.0"),
+        ((*one, "--baseline", empty), f"--baseline {empty} is no evaluation.json (FileNotFoundError"),
+        ((*one, "--baseline", tmp_path / "torn.json"), "torn.json is no evaluation.json (KeyError: 'problem')"),
+        ((*one, "--baseline", tmp_path / "base.json"), "base.json must have the benchmark heldout, got x"),
+        ((*HELDOUT, "--problems", 2, "--baseline", tmp_path / "same.json"), "same.json must be of the same problems"),
+        ((*one, "--baseline", tmp_path / "zero.json"), "zero.json must have avg_at_k above 0 for an accuracy-"),
+        ((*one, "--out", held), f"--out {held} is in use by another run, process"),
+        (
+            (*one, "--out", tmp_path / "other"),
+            f"--out {tmp_path}/other/samples.jsonl was written with --load-hf (sha256 of its weights) None, got ",
+        ),
+    ):
+        said = message(tool, capsys, tmp_path / "out", *more)
+        assert words in said and said.count("\n") == 1, (more, said)
+    lock.release()
+    assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "other").iterdir()] == ["samples.jsonl"]
+
+
+def whole_row(identity: str, correct: int = 1) -> dict[str, Any]:
+    per = {"problem": [0], "judged": [1], "correct": [correct], "tokens": [6]}
+    return {"identity": identity, "samples": 1, "avg_at_k": float(correct), "length_mean": 6.0, "per_problem": per}
