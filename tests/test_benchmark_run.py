@@ -11,10 +11,11 @@ import torch
 
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.engines.engine_ranks import EngineRanks
-from megatron_replay.evaluation.benchmark_run import MOST_PROBLEMS, MOST_SAMPLES, BenchmarkRun, numbered
+from megatron_replay.evaluation.benchmark_run import MOST_SAMPLES, BenchmarkRun
 from megatron_replay.evaluation.sample_record import SampleRecord
 from megatron_replay.rollout import Completion, Prompt
 from megatron_replay.tasks.prompts import HELDOUT_COUNTER
+from tools.evaluating.benchmark import MOST_PROBLEMS, numbered
 
 ALONE = EngineRanks(DataParallelGroup(), None, torch.device("cpu"))
 
@@ -130,5 +131,5 @@ def test_what_does_not_fit_is_named() -> None:
         def __len__(self) -> int:
             return MOST_PROBLEMS + 1
 
-    with pytest.raises(ValueError, match="benchmark x must have at most 16777216 problems, got 16777217"):
+    with pytest.raises(ValueError, match="it must have at most 16777216 problems, got 16777217"):
         numbered(Many(), "x")

@@ -61,6 +61,9 @@ def test_equal_generators_give_equal_intervals_whatever_is_drawn_at_once(monkeyp
 def test_one_problem_and_equal_problems_have_no_width() -> None:
     assert mean_interval(torch.tensor([0.25]), generator=generator()) == (0.25, 0.25)
     assert mean_interval(torch.full((9,), 0.5), generator=generator()) == (0.5, 0.5)
+    # nothing is rounded to float32 on the way
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+    assert mean_interval(third, generator=generator()) == (1 / 3, 1 / 3)
 
 
 def test_a_paired_difference_is_free_of_what_both_share() -> None:

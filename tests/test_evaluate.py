@@ -301,6 +301,11 @@ def test_input_that_does_not_fit_is_one_line(
     assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "other").iterdir()] == ["samples.jsonl"]
 
 
+def test_the_page_has_every_flag(tool: ModuleType) -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    assert [x for a in tool.parser()._actions for x in a.option_strings[-1:] if f"`{x}" not in page] == ["--help"]
+
+
 def whole_row(identity: str, correct: int = 1) -> dict[str, Any]:
     per = {"problem": [0], "judged": [1], "correct": [correct], "tokens": [6]}
     return {"identity": identity, "samples": 1, "avg_at_k": float(correct), "length_mean": 6.0, "per_problem": per}

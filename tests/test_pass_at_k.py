@@ -42,10 +42,10 @@ def test_it_is_the_fraction_to_the_last_digits(count: tuple[int, int, int]) -> N
 def test_large_numbers_stay_exact(k: int) -> None:
     n = 10**9
     # one correct sample is among the k taken with probability k / n
-    assert pass_at_k(n, 1, k) == pytest.approx(k / n, rel=1e-14)
+    assert pass_at_k(n, 1, k) == pytest.approx(k / n, rel=1e-14, abs=0)
     assert pass_at_k(n, k, 1) == k / n
     # 1 - (1 - c / n)(1 - c / (n - 1))
-    assert pass_at_k(n, 7, 2) == pytest.approx(14 / n, rel=1e-7)
+    assert pass_at_k(n, 7, 2) == pytest.approx(14 / n, rel=1e-7, abs=0)
 
 
 @given(counts(40))

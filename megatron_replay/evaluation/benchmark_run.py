@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +13,8 @@ from megatron_replay.engines.build import AnyEngine
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.evaluation.sample_record import SampleRecord
 from megatron_replay.rollout import Completion, Prompt
-from megatron_replay.tasks.prompts import HELDOUT_COUNTER
-from megatron_replay.tasks.task import mixed
 
-# counters of a benchmark begin at a place that its name picks: 2^48 to 2^49, room for 2^24 problems each
-PLACES = 24
-MOST_PROBLEMS = 1 << 24
-# a uid is counter * samples + sample, and vLLM's seeds leave 62 bits to it
+# a uid is counter * samples + sample; counters stay below 2^49, and vLLM's seeds leave 62 bits to a uid
 MOST_SAMPLES = 1 << 13
 
 
@@ -92,18 +87,3 @@ class BenchmarkRun:
                 f"the engine must return {len(wanted)} samples of {len(prompts)} problems, got {len(found)}"
             )
         return [found[uid] for uid in wanted]
-
-
-def numbered(prompts: Sequence[Prompt], benchmark: str) -> list[Prompt]:
-    """The prompts with counters of this benchmark's own: equal problems of two benchmarks draw other random numbers.
-
-    They follow from the name and the place in the benchmark alone, not from what else is evaluated beside it, and meet
-    those of no training run. Raises ValueError for more than 2^24 prompts.
-    """
-    if len(prompts) > MOST_PROBLEMS:
-        raise ValueError(f"benchmark {benchmark} must have at most {MOST_PROBLEMS} problems, got {len(prompts)}")
-    key = 0
-    for byte in benchmark.encode():
-        key = mixed(key ^ byte)
-    first = HELDOUT_COUNTER + (key % (1 << PLACES)) * MOST_PROBLEMS
-    return [replace(p, counter=first + place) for place, p in enumerate(prompts)]

@@ -7,15 +7,17 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_replay.evaluation.benchmark_run import numbered
 from megatron_replay.rollout import Prompt
-from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
-from megatron_replay.tasks.task import Task, build_task
+from megatron_replay.tasks.prompts import HELDOUT_COUNTER, PromptSource, heldout_prompts
+from megatron_replay.tasks.task import Task, build_task, mixed
 from megatron_replay.tokenizer import Tokenizer
 
 TASK = "task:"
+# counters of a benchmark begin at a place that its name picks: 2^48 to 2^49, room for 2^24 problems each
+PLACES = 1 << 24
+MOST_PROBLEMS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,18 @@ def _task(source: str, args: argparse.Namespace) -> Task:
         return build_task(source.removeprefix(TASK), split="heldout", seed=args.seed)
     keys = {"prompt_key": args.rl_prompt_key, "answer_key": args.rl_answer_key}
     return build_task("jsonl", split="heldout", seed=args.seed, data_path=source, **keys)
+
+
+def numbered(prompts: Sequence[Prompt], benchmark: str) -> list[Prompt]:
+    """The prompts with counters of this benchmark's own: equal problems of two benchmarks draw other random numbers.
+
+    They follow from the name and the place in the benchmark alone, not from what else is evaluated beside it, and meet
+    those of no training run. Raises ValueError for more than 2^24 prompts.
+    """
+    if len(prompts) > MOST_PROBLEMS:
+        raise ValueError(f"it must have at most {MOST_PROBLEMS} problems, got {len(prompts)}")
+    key = 0
+    for byte in benchmark.encode():
+        key = mixed(key ^ byte)
+    first = HELDOUT_COUNTER + key % PLACES * MOST_PROBLEMS
+    return [replace(p, counter=first + place) for place, p in enumerate(prompts)]

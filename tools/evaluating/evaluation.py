@@ -70,6 +70,7 @@ class Evaluation:
             "--samples": self.own.samples,
             "--seed": args.seed,
             "--rl-engine": args.rl_engine,
+            "--rl-vllm-unseeded": args.rl_vllm_unseeded,
             "--rl-max-response-length": config.sampling.max_response_length,
             "--rl-default-temperature": config.sampling.temperature,
             "--rl-default-top-p": config.sampling.top_p,
