@@ -33,6 +33,7 @@ from megatron_replay.trainer.hf_checkpoint import save_hf
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.weight_sync.model_shape import ModelShape
 from tests.parallel.forked import run_world
+from tests.preloaded import LATER
 from tests.rollouts import batch
 from tests.single_rank import groups, policy
 
@@ -79,6 +80,8 @@ def kill_at(lines: int, out: Path, args: list[str]) -> int:
 
 
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
+    for name in LATER:
+        __import__(name)
     process = start(train, folder / "trained")
     process.join()
     assert process.exitcode == 0

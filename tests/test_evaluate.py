@@ -19,7 +19,7 @@ from megatron_replay.evaluation.sample_record import SampleRecord
 from megatron_replay.run.lock import RunLock
 from megatron_replay.tasks.sort_digits import SortDigits
 from tests.launch import ROOT, environment, run_script
-from tests.single_rank import groups
+from tests.single_rank import groups, random_qwen3
 
 TOOL = ROOT / "tools" / "evaluate.py"
 FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
@@ -51,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jsonl = ["--benchmark", f"heldout={at / 'sorted.jsonl'}", f"again={at / 'sorted.jsonl'}", "--samples", "4"]
     cases = [
         {"name": "whole", "args": flags(*HELDOUT, "--problems", 1024, "--samples", 4)},
-        {"name": "alone", "args": flags(*SMALL, "--chunk", 2)},
-        {"name": "killed", "args": flags(*SMALL, "--chunk", 2), "kill_at": 60},
-        {"name": "killed", "args": flags(*SMALL, "--chunk", 2)},
+        {"name": "alone", "args": flags(*SMALL, "--chunk", 3)},
+        {"name": "killed", "args": flags(*SMALL, "--chunk", 3), "kill_at": 60},
+        {"name": "killed", "args": flags(*SMALL, "--chunk", 3)},
         {"name": "tp2", "world": 2, "args": flags(*SMALL, tp=2)},
         {"name": "dp2", "world": 2, "args": flags(*SMALL, "--chunk", 5)},
         {"name": "pp2", "world": 2, "args": flags(*SMALL, "--chunk", 50, pp=2)},
@@ -218,6 +218,30 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_fit_is_one_line(
+    folder: Path, tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "initialize", lambda *args, **more: groups())
+    run = folder / "trained" / "checkpoints"
+    other = random_qwen3(tmp_path / "other", vocab_size=15)
+    # of the same sizes, with a head of its own that the checkpoint does not have
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 160, "vocab_size": 15}
+    untied = random_qwen3(tmp_path / "untied", tied=False, **sizes)
+    for more, words in (
+        (("--step", 7), f"--step must be one of [1, 2] of --load {run}, got 7"),
+        (("--bf16",), "iter_0000002 holds torch.float32 weights: --bf16 must say the same, got torch.bfloat16"),
+        (("--load-hf", other), "iter_0000002 is of another model: hidden_size 64, --load-hf has 48"),
+        (
+            ("--load-hf", untied),
+            f"--load {run}/iter_0000002/weights cannot be read: CheckpointException: KeyError: 'output_layer",
+        ),
+    ):
+        said = message(tool, capsys, tmp_path / "out", *HELDOUT, "--problems", 1, "--load", run, *more)
+        assert words in said and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
 def message(tool: ModuleType, capsys: pytest.CaptureFixture[str], out: Path, *more: object) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
@@ -289,6 +313,7 @@ def test_input_that_does_not_fit_is_one_line(
         ((*one, "--baseline", tmp_path / "base.json"), "base.json must have the benchmark heldout, got x"),
         ((*HELDOUT, "--problems", 2, "--baseline", tmp_path / "same.json"), "same.json must be of the same problems"),
         ((*one, "--baseline", tmp_path / "zero.json"), "zero.json must have avg_at_k above 0 for an accuracy-"),
+        ((*one, "--rl-reward", "no_such_module:f"), "--rl-reward no_such_module:f cannot be used: ModuleNotFoundError"),
         ((*one, "--out", held), f"--out {held} is in use by another run, process"),
         (
             (*one, "--out", tmp_path / "other"),

@@ -45,8 +45,8 @@ class BenchmarkRun:
     def chunks(self, done: int, version: int) -> Iterator[list[SampleRecord]]:
         """The records of the problems after the first `done`, each chunk's when it is finished, in order.
 
-        Every rank of the run drives it to its end; the first one gets all records of a chunk, others what it is given
-        too. A reward of None or NaN stays one. Raises RuntimeError where an engine returns another number of samples.
+        Every rank of the run drives it to its end, and gets all records. A reward of None or NaN is None in a record.
+        Raises RuntimeError where the engine does not return each sample once.
         """
         first = done - done % self.chunk if done < len(self.prompts) else done
         for start in range(first, len(self.prompts), self.chunk):

@@ -13,7 +13,6 @@ from benchmarks.json_file import write_json
 from tqdm import tqdm
 
 from megatron_replay import arguments
-from megatron_replay.engines.build import AnyEngine
 from megatron_replay.engines.engine_ranks import EngineRanks
 from megatron_replay.evaluation.accuracy_efficiency import AccuracyEfficiency
 from megatron_replay.evaluation.benchmark_result import BenchmarkResult
@@ -60,7 +59,14 @@ class Evaluation:
         self.policy = build_frozen(args, self.shape, groups, self.iteration)
         self.lock = RunLock()
         self.file: SampleFile | None = None
-        self.done = self._open()
+        # before the file: a reward that cannot be used must not leave its name there
+        self.graders = build_graders(args, groups)
+        self.engine = make_engine(args, arguments.grpo_config(args), self.policy, self.shape, self.tokenizer)
+        try:
+            self.done = self._open()
+        except ValueError:
+            self.close()
+            raise
 
     def _settings(self, identities: Mapping[str, str]) -> dict[str, Any]:
         """What decides the samples: a second start must have the same."""
@@ -106,39 +112,28 @@ class Evaluation:
 
     def sample(self) -> None:
         """All that is not done yet."""
-        args = self.args
-        if all(self.done[name] == len(b.prompts) for name, b in self.benchmarks.items()):
-            return
-        graders = build_graders(args, self.groups)
-        engine = make_engine(args, arguments.grpo_config(args), self.policy, self.shape, self.tokenizer)
         ranks = EngineRanks.build(self.groups.data_parallel(), self.groups.replica, self.groups.device)
         total = sum(len(b.prompts) for b in self.benchmarks.values()) * self.own.samples
         done = sum(self.done.values()) * self.own.samples
         quiet = self.file is None or not sys.stderr.isatty()
-        try:
-            with tqdm(total=total, initial=done, unit="sample", dynamic_ncols=True, disable=quiet) as bar:
-                for name, b in self.benchmarks.items():
-                    bar.set_description(name)
-                    run = self._run(b, engine, Reward(b.task, self.tokenizer, graders), ranks)
-                    for records in run.chunks(self.done[name], self.step or 0):
-                        if self.file is not None:
-                            self.file.append(name, records)
-                        bar.update(len(records))
-        finally:
-            engine.close()
-            if graders is not None:
-                graders.close()
+        with tqdm(total=total, initial=done, unit="sample", dynamic_ncols=True, disable=quiet) as bar:
+            for name, b in self.benchmarks.items():
+                bar.set_description(name)
+                for records in self._run(b, ranks).chunks(self.done[name], self.step or 0):
+                    if self.file is not None:
+                        self.file.append(name, records)
+                    bar.update(len(records))
 
-    def _run(self, benchmark: Benchmark, engine: AnyEngine, reward: Reward, ranks: EngineRanks) -> BenchmarkRun:
+    def _run(self, benchmark: Benchmark, ranks: EngineRanks) -> BenchmarkRun:
         args, samples = self.args, self.own.samples
         rows = args.rl_generation_batch_size if args.rl_engine == "embedded" else IN_FLIGHT * args.rl_vllm_max_num_seqs
         return BenchmarkRun(
             prompts=benchmark.prompts,
             samples=samples,
             chunk=self.own.chunk or -(-rows // samples) * ranks.data.size,
-            engine=engine,
+            engine=self.engine,
             policy=self.policy,
-            reward=reward,
+            reward=Reward(benchmark.task, self.tokenizer, self.graders),
             ranks=ranks,
             text=(lambda c: response_text(self.tokenizer, c)) if self.own.keep_text else None,
         )
@@ -185,6 +180,10 @@ class Evaluation:
                 print(f"{name}: {r['unjudged']} samples have no reward; they are neither right nor wrong", flush=True)
 
     def close(self) -> None:
+        """End what was started, and leave the folder."""
+        self.engine.close()
+        if self.graders is not None:
+            self.graders.close()
         if self.file is not None:
             self.file.close()
             self.lock.release()

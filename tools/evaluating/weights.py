@@ -57,6 +57,7 @@ def build_frozen(
             state = dist_checkpointing.load(sharded_weights(model), str(folder))["model"]
         model.load_state_dict(state)
     except (Exception, CheckpointException) as error:
-        # whole files, by their checksums, of another vocabulary padding or layout of names
-        raise ValueError(f"--load {folder} cannot be read: {type(error).__name__}: {error}") from error
+        # whole files, by their checksums, of a model with other parameters; a CheckpointException quotes tracebacks
+        said = str(error).strip().rpartition("\n")[2]
+        raise ValueError(f"--load {folder} cannot be read: {type(error).__name__}: {said}") from error
     return FrozenPolicy.of(model, groups)
