@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from studying.arms import ARMS, GRPO, MAIN, OURS, PAIRS, RATES, SWEEPS, TEST_SEEDS, TUNING_SEEDS, tuned  # isort: skip
 from studying.comparison import arm_row, at_an_end, chosen_rates, holm, interval, paired  # isort: skip
 from studying.table import arms_table, pairs_table  # isort: skip
-from studying.trial import RECORD, Trial, forked, read_record  # isort: skip
+from studying.fork import forked  # isort: skip
+from studying.trial import RECORD, Trial, read_record  # isort: skip
 from studying.trials import perform_all  # isort: skip
 
 TOOL = ROOT / "tools" / "ablation.py"

@@ -7,8 +7,6 @@ import os
 import runpy
 import shutil
 import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from benchmarks.json_file import write_json
 
 from megatron_replay.telemetry import read_metrics
 from studying.arms import ARMS, SETTING
+from studying.fork import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "flags.txt"
@@ -128,25 +127,3 @@ def rounded(value: float | None) -> float | None:
 def run_script(script: Path, flags: list[str]) -> None:
     sys.argv = [str(script), *flags]
     runpy.run_path(str(script), run_name="__main__")
-
-
-def forked(body: Callable[[], None]) -> float:
-    """body() in a fork of this process; its seconds of processor time. Raises RuntimeError where it fails."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    _, status, used = os.wait4(child, 0)
-    if status != 0:
-        raise RuntimeError(f"a process ended with exit code {os.waitstatus_to_exitcode(status)}")
-    return used.ru_utime + used.ru_stime

@@ -6,13 +6,13 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from studying.fork import fork
 from studying.trial import ENTRY, EVALUATE, LOG, Trial, perform, read_record
 
 # what a run imports after its start
@@ -64,17 +64,8 @@ def _run(trials: Sequence[Trial], folder: Path, workers: int) -> None:
 
 
 def _start(trial: Trial, folder: Path) -> int:
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
+    def body() -> None:
         os.setsid()
         perform(trial, folder)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    return fork(body)
