@@ -12,7 +12,7 @@ SETTING = (
     *("--rl-replay-ratio", "0.5", "--rl-replay-age-metrics"),
     *("--eval-prompts", "0", "--rl-log-rollouts-interval", "0", "--save-interval", "1000000"),
 )
-RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+RATES = (2e-4, 3e-4, 4.5e-4, 7e-4, 1e-3)
 TUNING_SEEDS = tuple(range(1001, 1007))
 TEST_SEEDS = tuple(range(1, 17))
 GRPO, OURS, TWO_EPOCHS = "grpo", "ours", "two-epochs"
