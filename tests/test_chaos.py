@@ -25,7 +25,7 @@ from tools.soak.comparison import first_difference, summary_difference
 from tools.soak.life import Life, steps_done
 from tools.soak.memory import FEWEST, slope
 from tools.soak.plan import Kill, plan
-from tools.soak.processes import SharedMemory, alive
+from tools.soak.processes import SharedMemory, alive, without_folders
 
 TOOL = ROOT / "tools" / "chaos.py"
 FAKE = Path(__file__).with_name("fake_training.py")
@@ -62,6 +62,13 @@ def test_kills_differ_in_kind_and_gap() -> None:
     assert len({p[0].step for p in found}) > 5
     assert plan(9, 4, 4, ("trainer",), 0)[0].step == 4 and len(plan(9, 4, 4, ("trainer",), 0)) == 1
     assert all(isinstance(k, Kill) for k in found[0])
+
+
+def test_a_command_is_said_without_the_folders_of_this_machine() -> None:
+    said = without_folders(
+        "/usr/bin/python -u /a/b/run.py @/a/b/flags.txt --load x/y --json=/a/c --run-dir /tmp/d/soak"
+    )
+    assert said == "python -u run.py @flags.txt --load x/y --json=/a/c --run-dir soak"
 
 
 def test_the_slope_is_that_of_most_pairs() -> None:

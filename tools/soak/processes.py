@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -70,10 +71,15 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def said(process: psutil.Process) -> str:
-    """Its number and command, for a report."""
+    """Its number and command, for a report: files by their names, so that it can be kept."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+        return f"{process.pid} {without_folders(' '.join(process.cmdline()))[:200]}"
     return str(process.pid)
+
+
+def without_folders(command: str) -> str:
+    """The command with /a/b/c as c."""
+    return re.sub(r"(?<!\S)(@?)/(?:[^/\s]+/)+", r"\1", command)
 
 
 def wait_until_gone(seconds: float, look: Callable[[], None]) -> list[psutil.Process]:
