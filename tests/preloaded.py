@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.launch import EXAMPLE, ROOT, environment
+from tools.studying.fork import fork
 
 # what a run imports after its start
 LATER = (
@@ -97,7 +97,7 @@ def _launch(job: dict[str, Any], output: int) -> NoReturn:
     os.dup2(output, 2)
     world, deadline = job["processes"], time.monotonic() + job["timeout"]
     port, store = _store(world)
-    ranks = [_fork(lambda rank=rank: _rank(rank, world, port, job["args"])) for rank in range(world)]
+    ranks = [fork(lambda rank=rank: _rank(rank, world, port, job["args"])) for rank in range(world)]
     left, code = set(ranks), 0
     while left and code == 0:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -126,7 +126,7 @@ def _store(world: int) -> tuple[int, int]:
         os.close(write)
         signal.pause()
 
-    process = _fork(hold)
+    process = fork(hold)
     os.close(write)
     return int(os.read(read, 16)), process
 
@@ -137,26 +137,6 @@ def _rank(rank: int, world: int, port: int, args: list[str]) -> None:
     os.environ |= {name: str(value) for name, value in (place | store | {"TORCHELASTIC_RUN_ID": "none"}).items()}
     sys.argv = [str(EXAMPLE), *args]
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-
-
-def _fork(body: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 0
-    try:
-        body()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":
