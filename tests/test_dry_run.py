@@ -27,6 +27,7 @@ from megatron_replay.run.checks import flag_problems
 from megatron_replay.run.dry_run import dry_run
 from megatron_replay.weight_sync.hf_mapping import hf_shapes
 from tests.launch import ROOT, run_script
+from tools.benchmarks.host_memory import host_memory
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 NORM, EMBEDDING = "model.layers.7.input_layernorm.weight", "model.embed_tokens.weight"
@@ -269,12 +270,6 @@ def run_case(case: dict[str, Any]) -> Findings:
     return dry_run(args, world_size=case.get("world_size", 16), hardware=hardware)
 
 
-def peak_bytes() -> int:
-    """Of this program alone: ru_maxrss begins with the memory of the process that started it."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     from megatron_replay.trainer import cpu
@@ -293,7 +288,7 @@ def main() -> None:
             "lines": found.lines(),
             "exit_code": found.exit_code,
             "seconds": time.perf_counter() - began,
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": host_memory("VmHWM"),
         }
         trainer.shard_shape = true_shape
     (folder / "outcome.json").write_text(json.dumps(outcomes, indent=1))

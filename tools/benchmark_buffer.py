@@ -7,7 +7,6 @@ the exit code is 1. docs/benchmarks.md explains the operations.
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks.buffer.roster import add_installed, available
 from benchmarks.buffer.stock import BufferSize
 from benchmarks.command_line import Parser
 from benchmarks.environment import environment
+from benchmarks.host_memory import host_memory
 
 # by device and --quick; the help text shows them
 DEFAULTS = {
@@ -107,7 +107,7 @@ def main() -> int:
         after_turns = DeviceTime(args.repeats, device)
         header["copy_bandwidth"] = after_turns.large_copy_gb_per_s  # GB/s
     measure(sizes, usable, args.repeats, device, report, after_turns)
-    header["peak_host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    header["peak_host_bytes"] = host_memory("VmHWM")
     report.finish()
     print(report.table())
     return 0 if report.passed else 1

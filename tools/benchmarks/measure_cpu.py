@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from .agreement import Judge
+from .host_memory import host_memory
 from .implementations import IMPLEMENTATIONS, Implementation, Settings
 from .problem import Problem, Size, make_problem
 from .report import Report
@@ -39,7 +39,7 @@ def check() -> None:
     """Raise RuntimeError where the kernel does not reset the high-water mark of a process."""
     try:
         _reset_peak()
-        _memory("VmHWM")
+        host_memory("VmHWM")
     except (OSError, TypeError) as error:
         raise RuntimeError(f"peak memory on a CPU needs Linux with /proc/self/clear_refs: {error}") from error
 
@@ -108,15 +108,10 @@ def peak_bytes(call: Callable[[], Result]) -> tuple[Result, int]:
     # memory that malloc holds after a free would be used again and not be seen
     ctypes.CDLL(None).malloc_trim(0)
     _reset_peak()
-    before = _memory("VmRSS")
+    before = host_memory("VmRSS")
     result = call()
-    return result, _memory("VmHWM") - before
+    return result, host_memory("VmHWM") - before
 
 
 def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _memory(field: str) -> int:
-    """Bytes."""
-    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
