@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 
@@ -36,16 +35,16 @@ def poisoned_memory() -> Iterator[None]:
 SHARE_A_SERVER = {"test_request_pool", "test_vllm_client", "test_vllm_command"}
 
 
-class WholeFiles(LoadScopeScheduling):
-    """Files go whole to a process of pytest-xdist: what a file's fixtures start is started once."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "vllm-server" if Path(file).stem in SHARE_A_SERVER else file
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFiles:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files go whole to a process of pytest-xdist, where it is there: what a file's fixtures start is started once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class WholeFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "vllm-server" if Path(file).stem in SHARE_A_SERVER else file
+
     return WholeFiles(config, log)
 
 

@@ -82,12 +82,12 @@ def test_both_tokenizers_give_the_same_run(whole: Path, tmp_path: Path) -> None:
     assert comparable(read_metrics(tmp_path)) == comparable(read_metrics(whole))
 
 
-def start(run_dir: Path, *more: object, **env: str) -> subprocess.Popen[str]:
+def start(run_dir: Path, *more: object) -> subprocess.Popen[str]:
     """A run on two ranks in a session of its own; its output is in RUN_DIR.txt."""
     with run_dir.with_suffix(".txt").open("w") as output:
         return subprocess.Popen(
             command(2, EXAMPLE, *flags(run_dir, *more)),
-            env=environment() | env,
+            env=environment(),
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
