@@ -74,13 +74,20 @@ def test_pause_holds_requests_until_resume(server: SharedServer) -> None:
 
 
 def test_the_prefix_cache_is_not_reset_while_requests_run(server: SharedServer) -> None:
-    asked = threading.Thread(target=lambda: generate(server.client, n=64, max_tokens=60, ignore_eos=True))
-    asked.start()
-    answers = []
-    while asked.is_alive():
-        answers.append(server.client.reset_prefix_cache())
-        time.sleep(0.02)
-    assert False in answers
+    """Requests follow each other until a reset has met one: a single one can run between two resets."""
+    refused = threading.Event()
+    deadline = time.monotonic() + 60
+
+    def ask() -> None:
+        while not refused.is_set() and time.monotonic() < deadline:
+            generate(server.client, n=64, max_tokens=60, ignore_eos=True)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while asking.is_alive():
+        if not server.client.reset_prefix_cache():
+            refused.set()
+    assert refused.is_set()
     assert server.client.reset_prefix_cache()
 
 
