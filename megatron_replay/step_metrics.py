@@ -31,6 +31,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Rewards and response lengths of one step over all ranks. Raises ValueError if no reward was usable."""
     lengths, correct = rollouts.response_lengths.double(), rollouts.reward > 0.5
+    # a prompt's group is whole on one rank
     local = [
         *map(float, counts.values()),
         float(len(rollouts)),
@@ -39,9 +40,11 @@ def step_metrics(
         float(correct.sum()),
         float(lengths[correct].sum()),
         float(len(fresh)),
+        float(rollouts.group_ids.unique().numel()),
+        float(rollouts.group_ids[correct].unique().numel()),
     ]
     sums = group.sum(torch.tensor(local, dtype=torch.float64)).tolist()
-    n, no_logprob, no_reward, truncated, usable, reward, tokens, n_correct, correct_tokens, n_fresh = sums
+    n, no_logprob, no_reward, truncated, usable, reward, tokens, n_correct, correct_tokens, n_fresh, groups, solved = sums
     if usable == 0:
         raise ValueError(
             f"reward must be a finite number for some rollout of a step, got none of {int(n)}: "
@@ -57,6 +60,7 @@ def step_metrics(
         "dropped_logprobs": no_logprob,
         "fresh/rollouts_generated": n,
         "fresh/informative_fraction": n_fresh / usable,
+        "fresh/solved_fraction": solved / groups,
         "replay/degenerate_step": float(n_fresh == 0),
     }
 

@@ -16,7 +16,7 @@ from tests.launch import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from studying.arms import ARMS, GRPO, MAIN, OURS, PAIRS, RATES, SWEEPS, TEST_SEEDS, TUNING_SEEDS, tuned  # isort: skip
+from studying.arms import ARMS, COMPARISONS, GRPO, MAIN, OURS, PAIRS, RATES, SWEEPS, TEST_SEEDS, TUNING_SEEDS, tuned  # isort: skip
 from studying.comparison import arm_row, at_an_end, chosen_rates, holm, interval, paired  # isort: skip
 from studying.table import arms_table, pairs_table  # isort: skip
 from studying.fork import forked  # isort: skip
@@ -51,6 +51,7 @@ def test_the_plan_is_what_the_page_says() -> None:
     assert len(TUNING_SEEDS) >= 6 and len(TEST_SEEDS) == 16 and not set(TUNING_SEEDS) & set(TEST_SEEDS)
     assert "best of 2e-4, 3e-4, 4.5e-4, 7e-4, 1e-3 by" in page and RATES == (2e-4, 3e-4, 4.5e-4, 7e-4, 1e-3)
     assert {a for pair in PAIRS for a in pair} <= ARMS.keys() and len(set(PAIRS)) == len(PAIRS)
+    assert all(f"- at equal {basis}:" in page for basis in COMPARISONS)
     assert len(MAIN) == 10 and all(arm.rate_of for arm in SWEEPS)
     assert all(any(arm.name in pair for pair in PAIRS) for arm in MAIN + SWEEPS)
 
@@ -93,9 +94,11 @@ def test_rows_and_tables() -> None:
     assert ours["aes"] == pytest.approx(3 * 0.25 / 0.4) and ours["length_incorrect"] is None
     table = arms_table([grpo, ours]).splitlines()
     assert table[2].startswith("| grpo | 0.0001 | 0.400 +- 1.271 | 0.900 | 6.00 / - |") and len(table) == 4
-    found = paired(rows, OURS, GRPO, "accuracy") | {"p_holm": 0.5}
-    assert "| ours - grpo | +0.250 |" in pairs_table([found], "accuracy")
-    assert len(pairs_table([found], "pass_at_8").splitlines()) == 2
+    # differences 0.3 and 0.2: standard error 0.05, t(0.975; 1) = 12.706
+    found = [paired(rows, OURS, GRPO, metric) | {"p_holm": 0.5} for metric in ("pass_at_8", "accuracy")]
+    assert pairs_table(found).splitlines()[2:] == [
+        "| ours - grpo | +0.250 | -0.385 to +0.885 | 0.5 | +0.000 | +0.000 to +0.000 | 0.5 |"
+    ]
 
 
 def test_a_record_of_another_trial_is_refused(tmp_path: Path) -> None:
@@ -151,7 +154,9 @@ def test_a_quick_study_has_what_the_contract_says_and_goes_on(tmp_path: Path) ->
     assert {"a", "b", "metric", "mean", "ci95"} <= row.keys() and (row["a"], row["b"]) == (OURS, GRPO)
     difference = [a - b for a, b in zip(*(arm["accuracy"] for arm in reversed(found["arms"])), strict=True)]
     assert row["mean"] == pytest.approx(sum(difference) / 2)
-    assert {p.name for p in (tmp_path / "pictures").iterdir()} == {"ages.png", "curves.png", "differences.png"}
+    assert {p.name for p in (tmp_path / "pictures").iterdir()} == {
+        "ages.png", "cost.png", "curves.png", "differences.png"
+    }  # fmt: skip
     # a trial that was stopped is performed again, and comes to the same
     victim = next((tmp_path / "out").glob("ours_*_2"))
     before = json.loads((victim / RECORD).read_text())

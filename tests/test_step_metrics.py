@@ -1,4 +1,4 @@
-"""The numbers of a draw: equal on every rank, and of the drawn rollouts alone."""
+"""The numbers of a step and of a draw: equal on every rank, and of the rollouts they say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.replay_buffer import Draw
 from megatron_replay.rollout import RolloutBatch
-from megatron_replay.step_metrics import draw_metrics
+from megatron_replay.step_metrics import draw_metrics, step_metrics
 from tests.rollouts import batch
 from tests.shards import run_ranks
 
@@ -49,3 +49,33 @@ def test_the_hash_names_the_set_that_was_drawn() -> None:
 
     assert hash_of(3, 1, 2) == hash_of(1, 2, 3)
     assert len({hash_of(*u) for u in ((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3, 3), (1, 2, 3 + 2**40))}) == 5
+
+
+def test_lengths_and_solved_prompts_are_over_all_ranks() -> None:
+    """Prompt 0 is solved once of twice, 1 never, 2 twice; an informative rollout is one of prompt 0."""
+    # (prompt and response tokens, reward, group) of two ranks; the third has none
+    rows = ([(2, 3, 1.0, 0), (2, 5, 0.0, 0), (1, 6, 0.25, 1)], [(1, 4, 1.0, 2), (1, 2, 0.75, 2)], [])
+
+    def body(group: DataParallelGroup) -> dict[str, float]:
+        own = rows[group.rank]
+        rollouts = batch([row[:2] for row in own]).replace(
+            reward=torch.tensor([row[2] for row in own], dtype=torch.float32),
+            group_ids=torch.tensor([row[3] for row in own], dtype=torch.int64),
+        )
+        fresh = rollouts.select(rollouts.group_ids == 0)
+        counts = {"rollouts": len(own), "dropped_logprobs": 0, "dropped_rewards": 0, "truncated": int(group.rank == 0)}
+        return step_metrics(rollouts, fresh, counts, group)
+
+    first, second, third = run_ranks(3, body)
+    assert first == second == third
+    expected = {
+        "reward_mean": 3 / 5,
+        "response_length": 20 / 5,
+        "response_length_correct": 9 / 3,
+        "response_length_incorrect": 11 / 2,
+        "truncated_fraction": 1 / 5,
+        "fresh/rollouts_generated": 5,
+        "fresh/informative_fraction": 2 / 5,
+        "fresh/solved_fraction": 2 / 3,
+    }
+    assert {name: first[name] for name in expected} == pytest.approx(expected)

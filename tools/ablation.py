@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.command_line import Parser
 from benchmarks.environment import environment
 from benchmarks.json_file import write_json
-from studying.arms import ARMS, GRPO, OURS, PAIRS, RATES, TEST_SEEDS, TUNING_SEEDS, Arm, tuned
+from studying.arms import ARMS, COMPARISONS, GRPO, OURS, RATES, TEST_SEEDS, TUNING_SEEDS, Arm, tuned
 from studying.comparison import METRICS, arm_row, at_an_end, chosen_rates, holm, paired
 from studying.pictures import draw_pictures
 from studying.table import markdown
@@ -105,10 +105,14 @@ def study(records: list, tried: list, arms: Sequence[Arm]) -> dict:
     """All that is written: arms, differences, and what was tried for the rates."""
     names = [arm.name for arm in arms]
     baseline = GRPO if GRPO in names else names[0]
-    pairs = [(a, b) for a, b in PAIRS if a in names and b in names]
     rows = []
     for metric in METRICS:
-        family = [paired(records, a, b, metric) for a, b in pairs]
+        family = [
+            paired(records, a, b, metric) | {"equal": basis}
+            for basis, pairs in COMPARISONS.items()
+            for a, b in pairs
+            if a in names and b in names
+        ]
         rows += [row | {"p_holm": p} for row, p in zip(family, holm(family), strict=True)]
     return {
         "arms": [arm_row(records, name, baseline) | {"about": ARMS[name].about} for name in names],

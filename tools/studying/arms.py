@@ -28,6 +28,8 @@ class Arm:
     rate_of: str = ""
 
 
+# steps that take the processor seconds of the same with replay, by the tuning runs
+GRPO_STEPS, TWO_EPOCHS_STEPS = 125, 135
 NO_REPLAY = ("--rl-replay-ratio", "0")
 POOL = ("--rl-replay-composition", "pool")
 EPOCHS = ("--grpo-iterations", "2")
@@ -49,20 +51,29 @@ SWEEPS = (
         "fresh-1.5x-short", "GRPO, 24 prompts a step, as many fresh rollouts in all as the others",
         (*NO_REPLAY, "--grpo-prompts-per-step", "24", "--train-iters", "67"), "fresh-1.5x",
     ),
+    Arm("grpo-longer", "GRPO for as many seconds as ours", (*NO_REPLAY, "--train-iters", str(GRPO_STEPS)), GRPO),
+    Arm(
+        "two-epochs-longer", "two updates on each fresh batch, for as many seconds as with replay",
+        (*NO_REPLAY, *EPOCHS, "--train-iters", str(TWO_EPOCHS_STEPS)), TWO_EPOCHS,
+    ),
     *(Arm(f"tau-max-{n}", f"ours, tau_max {n}", ("--rl-replay-tau-max", str(n)), OURS) for n in (1, 3, 30, 100)),
     *(Arm(f"ratio-{x}", f"ours, replay ratio {x}", ("--rl-replay-ratio", str(x)), OURS) for x in (0.25, 1.0)),
     *(Arm(f"alpha-{x}", f"ours, alpha {x}", ("--rl-replay-alpha", str(x)), OURS) for x in (1.0, 2.0)),
 )  # fmt: skip
 ARMS = {arm.name: arm for arm in (*MAIN, *SWEEPS)}
-# (a, b): what is asked of a - b
-PAIRS = (
-    *((OURS, arm.name) for arm in MAIN if arm.name != OURS),
-    *((arm.name, GRPO) for arm in MAIN if arm.name not in (GRPO, OURS)),
-    ("two-epochs-replay", TWO_EPOCHS),
-    (OURS, "fresh-1.5x-short"),
-    ("ratio-1.0", TWO_EPOCHS),
-    *((arm.name, OURS) for arm in SWEEPS if arm.rate_of == OURS),
-)
+# what two arms have in common -> (a, b): what is asked of a - b
+COMPARISONS = {
+    "fresh rollouts": (
+        *((OURS, arm.name) for arm in MAIN if arm.name not in (OURS, "fresh-1.5x")),
+        *((arm.name, GRPO) for arm in MAIN if arm.name not in (GRPO, OURS, "fresh-1.5x")),
+        ("two-epochs-replay", TWO_EPOCHS),
+        (OURS, "fresh-1.5x-short"),
+        *((arm.name, OURS) for arm in SWEEPS if arm.rate_of == OURS),
+    ),
+    "trained rollouts": ((OURS, "fresh-1.5x"), ("ratio-1.0", TWO_EPOCHS)),
+    "processor seconds": ((OURS, "grpo-longer"), ("two-epochs-replay", "two-epochs-longer")),
+}
+PAIRS = tuple(pair for pairs in COMPARISONS.values() for pair in pairs)
 
 
 def tuned() -> list[Arm]:

@@ -9,7 +9,11 @@ from studying.comparison import mean
 
 
 def markdown(found: dict[str, Any]) -> str:
-    return f"{arms_table(found['arms'])}\n\n{pairs_table(found['paired'], 'accuracy')}"
+    tables = [arms_table(found["arms"])]
+    for basis in dict.fromkeys(row["equal"] for row in found["paired"]):
+        tables.append(f"At equal {basis}:")
+        tables.append(pairs_table([row for row in found["paired"] if row["equal"] == basis]))
+    return "\n\n".join(tables)
 
 
 def arms_table(arms: list[dict[str, Any]]) -> str:
@@ -27,15 +31,19 @@ def arms_table(arms: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def pairs_table(rows: list[dict[str, Any]], metric: str) -> str:
-    lines = [f"| {metric}: a - b | mean | 95 % | p | p, Holm |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {r['a']} - {r['b']} | {r['mean']:+.3f} | {r['ci95'][0]:+.3f} to {r['ci95'][1]:+.3f} | {r['p']:.2g} | "
-        f"{r['p_holm']:.2g} |"
-        for r in rows
-        if r["metric"] == metric
-    ]
+def pairs_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| a - b | accuracy | 95 % | p, Holm | pass@8 | 95 % | p, Holm |", "|---|---|---|---|---|---|---|"]
+    pairs = dict.fromkeys((row["a"], row["b"]) for row in rows)
+    for pair in pairs:
+        of = {row["metric"]: row for row in rows if (row["a"], row["b"]) == pair}
+        cells = [cell for metric in ("accuracy", "pass_at_8") for cell in difference(of[metric])]
+        lines.append(f"| {' - '.join(pair)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def difference(row: dict[str, Any]) -> tuple[str, str, str]:
+    low, high = row["ci95"]
+    return f"{row['mean']:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{row['p_holm']:.2g}"
 
 
 def with_interval(value: float, ends: list[float]) -> str:

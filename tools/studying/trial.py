@@ -24,7 +24,7 @@ EVALUATE = ROOT / "tools" / "evaluate.py"
 RECORD, LOG = "record.json", "log.txt"
 # of the measurement: the same held-out problems and the same random numbers for every trial
 PROBLEMS, SAMPLES, EVALUATION_SEED = 512, 8, 4711
-CURVE = ("reward_mean", "fresh/informative_fraction", "grad_norm", "fresh/entropy_mean")
+CURVE = ("reward_mean", "fresh/solved_fraction", "fresh/informative_fraction", "grad_norm", "fresh/entropy_mean")
 PER_AGE = ("ratio_mean", "clip_fraction", "ess")
 
 
