@@ -41,3 +41,15 @@ def test_flags_of_the_trainer_exist(page: Path) -> None:
     """Those that only the trainer can mean: --rl-*, --grpo-*."""
     for flag in re.findall(r"(?<![\w-])--(?:rl|grpo)-[a-z0-9-]+", page.read_text()):
         assert flag.rstrip("-") in TRAINER_FLAGS or any(f.startswith(flag.rstrip("-")) for f in TRAINER_FLAGS), flag
+
+
+def test_the_readmes_table_of_features_is_the_pages() -> None:
+    def verdicts(page: Path) -> list[list[str]]:
+        """Of the other projects, row by row, behind the column of our own."""
+        lines = page.read_text().splitlines()
+        start = next(i for i, line in enumerate(lines) if "| TRL | verl |" in line)
+        table = lines[start : lines.index("", start)]
+        return [line.strip("| ").split(" | ")[2:] if i > 1 else [] for i, line in enumerate(table)]
+
+    assert len(verdicts(ROOT / "docs" / "features.md")) == 13
+    assert verdicts(ROOT / "README.md") == verdicts(ROOT / "docs" / "features.md")
