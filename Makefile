@@ -17,13 +17,14 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 VLLM := $(VENV)/.installed-vllm
 LINTERS := $(VENV)/.installed-lint
 BROWSER := $(VENV)/browser
+TRL := $(VENV)/trl
 QUICKSTART := @examples/quickstart/flags.txt
 ifneq ($(ENGINE),embedded)
 QUICKSTART += --rl-engine $(ENGINE) --run-dir runs/quickstart-$(ENGINE) --rl-vllm-memory-gib 0.25
 endif
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast benchmark-deps browser lint format clean
+.PHONY: help install train test test-fast benchmark-deps browser trl lint format clean
 
 help:
 	@grep -E '^(#|[a-z-]+:.*##)' Makefile | sed -E 's/^# //; s/:.*## /: /'
@@ -51,7 +52,7 @@ $(VLLM): $(STAMP) requirements/vllm.txt
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-test: install $(VLLM) $(OLDEST_TRITON)/.installed $(LINTERS) $(BROWSER)/.installed  ## all tests
+test: install $(VLLM) $(OLDEST_TRITON)/.installed $(LINTERS) $(BROWSER)/.installed $(TRL)/.installed  ## all tests
 	$(PY) -m pytest $(PYTEST)
 
 $(OLDEST_TRITON)/.installed: $(STAMP)
@@ -78,6 +79,14 @@ browser: $(BROWSER)/.installed  ## a headless Chromium in .venv/browser, for the
 
 $(BROWSER)/.installed: $(STAMP) requirements/browser.txt tools/reporting/install_browser.py
 	$(PY) tools/reporting/install_browser.py $(BROWSER)
+	touch $@
+
+trl: $(TRL)/.installed  ## TRL, for examples/integrations and tools/compare_trl.py, in .venv/trl: it sees .venv's packages
+
+$(TRL)/.installed: $(STAMP) requirements/trl.txt requirements/trl.pth
+	$(PY) -m venv --clear $(TRL)
+	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/trl.txt
+	cp requirements/trl.pth "$$($(TRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 $(LINTERS): $(STAMP) requirements/lint.txt

@@ -65,9 +65,9 @@ def group_advantages(
     return GroupAdvantages(torch.where(keep, advantage, 0).float(), torch.where(keep, chosen[group], 0).float(), keep)
 
 
-def with_group_advantages(batch: RolloutBatch, *, std: AdvantageStd = "population") -> RolloutBatch:
+def with_group_advantages(batch: RolloutBatch, *, std: AdvantageStd = "population", eps: float = 1e-6) -> RolloutBatch:
     """All rollouts, with advantage and group_std from their rewards; both 0 in groups of zero variance."""
-    found = group_advantages(batch.reward, batch.group_ids, std=std)
+    found = group_advantages(batch.reward, batch.group_ids, std=std, eps=eps)
     return batch.replace(advantage=found.advantage, group_std=found.group_std)
 
 

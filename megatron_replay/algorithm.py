@@ -115,7 +115,7 @@ def replay_grpo(
 
         with phase("draw"):
             buffer.evict(step)
-            batch, draw = compose(fresh, buffer, config, step, group)
+            batch, draw = compose(fresh, buffer, step, group)
         if watch is not None:
             with phase("log"):
                 watch(step, batch, draw)
@@ -134,10 +134,10 @@ def replay_grpo(
 
 
 def compose(
-    fresh: RolloutBatch, buffer: RolloutReplayBuffer, config: GrpoConfig, step: int, group: DataParallelGroup
+    fresh: RolloutBatch, buffer: RolloutReplayBuffer, step: int, group: DataParallelGroup
 ) -> tuple[RolloutBatch, Draw]:
     """The batch of one update: all of `fresh`, and single rollouts drawn again from the buffer behind it."""
-    replay, total = config.replay, group.total(len(fresh))
+    replay, total = buffer.config, group.total(len(fresh))
     warm = replay.enabled and step >= replay.warmup_steps
     if replay.composition == "pool":
         buffer.push(fresh)

@@ -308,7 +308,7 @@ def test_the_draw_is_the_rounded_share_of_the_fresh_rollouts_of_all_ranks() -> N
         b = RolloutReplayBuffer(config.replay, seed=3, arena_tokens=512, group=group)
         b.push(packed([(1, 2)] * 6, first_counter=10 * group.rank))
         fresh = packed([(1, 2)] * (3 + group.rank), birth_step=1, first_counter=100 + 10 * group.rank)
-        mixed, draw = compose(fresh, b, config, 1, group)
+        mixed, draw = compose(fresh, b, 1, group)
         assert torch.equal(mixed.uid[: len(fresh)], fresh.uid)
         return draw.requested, draw.uids.tolist(), mixed.uid[len(fresh) :].tolist()
 

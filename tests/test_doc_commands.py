@@ -21,7 +21,7 @@ from tests.test_container import DOCKERFILE
 from tests.test_docs import PAGES
 
 ENTRY = "examples/pretrain_replay_grpo.py"
-PYTHON = re.compile(r"(\.venv/bin/)?python")
+PYTHON = re.compile(r"(\.venv/(trl/)?bin/)?python")
 STARTS = re.compile(r"(([A-Z_]+=\S*|\.venv/bin/\S+|python|torchrun|make|docker|sbatch|(tools|examples)/\S+)( |$))+")
 
 
