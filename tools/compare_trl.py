@@ -12,6 +12,7 @@ after --warmup steps; docs/benchmarks.md has the definitions.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -69,11 +70,11 @@ def rates(p: Parser, args: argparse.Namespace) -> dict[str, float]:
             value = float(rate)
         except ValueError:
             value = 0.0
-        if arm not in found or not value > 0:
+        if arm not in found or not 0 < value < math.inf:
             p.error(f"--arm-lr must be ARM=X with an arm that runs and a positive rate, got {given!r}")
         found[arm] = value
-    if not args.lr > 0:
-        p.error(f"--lr must be positive, got {args.lr}")
+    if not 0 < args.lr < math.inf:
+        p.error(f"--lr must be positive and finite, got {args.lr}")
     return found
 
 

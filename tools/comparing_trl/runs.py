@@ -73,6 +73,8 @@ def _accuracy(setting: Setting, problems: int, samples: int) -> float:
         output = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # nothing is timed here: one thread has no other to wait for on a busy machine
+        os.environ["OMP_NUM_THREADS"] = "1"
         run_script(EVALUATE, list(map(str, flags)))
 
     try:
