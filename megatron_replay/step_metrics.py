@@ -44,7 +44,9 @@ def step_metrics(
         float(rollouts.group_ids[correct].unique().numel()),
     ]
     sums = group.sum(torch.tensor(local, dtype=torch.float64)).tolist()
-    n, no_logprob, no_reward, truncated, usable, reward, tokens, n_correct, correct_tokens, n_fresh, groups, solved = sums
+    n, no_logprob, no_reward, truncated, usable, reward, tokens, n_correct, correct_tokens, n_fresh, groups, solved = (
+        sums
+    )
     if usable == 0:
         raise ValueError(
             f"reward must be a finite number for some rollout of a step, got none of {int(n)}: "

@@ -43,3 +43,14 @@ def batch(
     g = torch.Generator().manual_seed(seed + 17)
     out = RolloutBatch.from_completions(made, torch.rand(len(made), generator=g).tolist())
     return out.replace(advantage=torch.randn(len(made), generator=g), group_std=torch.ones(len(made)))
+
+
+def sharing_prompts(source: RolloutBatch) -> RolloutBatch:
+    """Rollouts whose prompts have the same length get the prompt of the first of them."""
+    tokens = source.tokens.clone()
+    first: dict[int, torch.Tensor] = {}
+    for i in range(len(source)):
+        start, end = source.cu_seqlens[i : i + 2].tolist()
+        prompt = tokens[start:end][~source.loss_mask[start:end]]
+        tokens[start : start + len(prompt)] = first.setdefault(len(prompt), prompt.clone())
+    return source.replace(tokens=tokens)

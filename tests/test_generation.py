@@ -153,3 +153,21 @@ def test_truncated_sampling_has_to_be_asked_for(changes: dict[str, float]) -> No
     with pytest.raises(ValueError, match=r"top_[pk] .*set allow_truncated_sampling"):
         SamplingConfig(**changes)
     SamplingConfig(**changes, allow_truncated_sampling=True)
+
+
+def test_equal_prompts_are_read_once(trained: MegatronPolicy) -> None:
+    """Unequal lengths, one prompt that two groups share, groups interleaved; against each row sampled alone."""
+    a, b, c = (list(p.tokens) for p in prompts([5, 5, 8]))
+    asked = [a, c, b, a, c, a, b, a]
+    sampling = SamplingConfig(max_response_length=7, seed=11)
+    read: list[tuple[int, ...]] = []
+    hook = unwrap(trained.model).embedding.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    together = sampler(trained)(asked, range(8), sampling, EOS)
+    hook.remove()
+    assert read[0] == (3, 5) and set(read[1:]) == {(8, 1)}
+    alone = sampler(trained, batch_size=1)(asked, range(8), sampling, EOS)
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+    for (_, got), (_, expected) in zip(together, alone, strict=True):
+        assert got == pytest.approx(expected, abs=1e-5)

@@ -11,11 +11,12 @@ import torch
 from megatron_replay.config import SamplingConfig
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
 from megatron_replay.rollout import Completion, Prompt, RolloutBatch
-from tests.rollouts import batch
+from tests.rollouts import batch, sharing_prompts
 from tests.single_rank import VOCAB, policy, random_qwen3
 
 from megatron_replay.trainer.generation import ModelSampler  # isort: skip
 from megatron_replay.trainer.optimizer import unwrap  # isort: skip
+from megatron_replay.trainer.policy import MegatronPolicy  # isort: skip
 
 LENGTHS = [(3, 4), (1, 1), (5, 2), (2, 6), (9, 12), (3, 4), (4, 1)]
 
@@ -38,6 +39,15 @@ def hf_logprobs(folder: Path, source: RolloutBatch, temperature: float = 1.0) ->
     return torch.where(source.loss_mask, torch.cat(parts), 0.0), model
 
 
+def packed_widths(p: MegatronPolicy) -> list[int]:
+    """Tokens of each pack that the model will read."""
+    seen: list[int] = []
+    unwrap(p.model).embedding.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].size(1)), with_kwargs=True
+    )
+    return seen
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_equal_transformers(tmp_path: Path, tied: bool) -> None:
     source = batch(LENGTHS)
@@ -48,12 +58,17 @@ def test_logprobs_equal_transformers(tmp_path: Path, tied: bool) -> None:
     assert not got[~source.loss_mask].any()
 
 
-@pytest.mark.parametrize(("recompute", "backend"), [(False, "reference"), (True, "reference"), (False, "triton")])
+@pytest.mark.parametrize(
+    ("recompute", "backend", "shared"),
+    [(False, "reference", False), (True, "reference", False), (False, "triton", False), (False, "reference", True)],
+)
 def test_update_has_the_loss_and_gradient_of_a_plain_implementation(
-    folder: Path, recompute: bool, backend: str
+    folder: Path, recompute: bool, backend: str, shared: bool
 ) -> None:
     """Loss and gradient norm of the packed, chunked, scheduled path against dense torch on transformers."""
     source = batch(LENGTHS)
+    if shared:
+        source = sharing_prompts(batch([(6, n) for _, n in LENGTHS]))
     source = source.replace(birth_step=torch.tensor([7, 5, 7, 3, 7, 7, 6]), importance_weight=torch.linspace(0.3, 1, 7))
     logprobs, model = hf_logprobs(folder, source)
     # behavior near the policy, so that ratios straddle both clip bounds
@@ -67,7 +82,9 @@ def test_update_has_the_loss_and_gradient_of_a_plain_implementation(
     norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
 
     p = policy(folder, bin_tokens=24, backend=backend, recompute_activations=recompute)
+    widths = packed_widths(p)
     metrics = p.train(source, step=7)
+    assert (sum(widths) < source.tokens.numel()) == shared
     assert abs(metrics["loss"] - loss.item()) < 1e-5 and abs(loss.item()) > 0.01
     assert abs(metrics["grad_norm"] / norm.item() - 1) < 1e-4
     assert metrics["train/microbatches"] >= 3

@@ -5,7 +5,8 @@ pack. Here RoPE is one gather by position, and softmax attention runs either seq
 SDPA call for each distinct length) or in torch's variable-length kernel (CUDA). With Transformer Engine none
 of this is used.
 
-Dims: T tokens of the pack, S sequence length, B batch, h heads, g query groups, d head dimension.
+Dims: T tokens of the pack, M members of its sequences (a shared prompt is a member of several), S sequence length,
+B batch, h heads, g query groups, d head dimension.
 """
 
 from __future__ import annotations
@@ -26,17 +27,28 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor | None = None  # [T] int64
     by_length: list[Tensor] = field(default_factory=list)  # of [n, S] int64, token positions of equal-length sequences
-    inverse: Tensor | None = None  # [T] int64, where each token stands in the concatenation of by_length
+    inverse: Tensor | None = None  # [T] int64, where each token first stands in the concatenation of by_length
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor, position_ids: Tensor, max_seqlen: int) -> PackedSequences:
-        """cu_seqlens [n+1] int32, position_ids [T]. On the CPU the token positions are grouped by length."""
+    def build(
+        cls, cu_seqlens: Tensor, position_ids: Tensor, max_seqlen: int, members: Tensor | None = None
+    ) -> PackedSequences:
+        """cu_seqlens [n+1] int32 over members [M] int64, positions in the pack; without them sequence by sequence.
+        position_ids [T]. On the CPU the token positions are grouped by length; elsewhere members cannot be shared."""
         groups: list[Tensor] = []
         inverse = None
         if not cu_seqlens.is_cuda:
+            if members is None:
+                members = torch.arange(position_ids.numel())
             lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1].long()
-            groups = [starts[lengths == n][:, None] + torch.arange(n) for n in torch.unique(lengths).tolist() if n > 0]
-            inverse = torch.cat([at.flatten() for at in groups]).argsort()
+            groups = [
+                members[starts[lengths == n][:, None] + torch.arange(n)]
+                for n in torch.unique(lengths).tolist()
+                if n > 0
+            ]
+            flat = torch.cat([at.flatten() for at in groups])
+            inverse = torch.full_like(position_ids, flat.numel())
+            inverse.scatter_reduce_(0, flat, torch.arange(flat.numel()), "amin")
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

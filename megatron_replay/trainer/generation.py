@@ -8,6 +8,7 @@ Dims: B rows of a generation batch, V vocabulary, Vp its shard, L longest row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,10 @@ class ModelSampler:
         ends = prompt_lengths + sampling.max_response_length  # one past each row's last token
         done = torch.zeros(b, dtype=torch.bool, device=device)
         uid = torch.tensor(uids, dtype=torch.int64)
+        # equal prompts are read once: `reads` [U] rows, and [B] which of them each row continues
+        first_of = {tuple(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
+        reads = sorted(first_of.values())
+        continued = torch.tensor([reads.index(first_of[tuple(p)]) for p in prompts], device=device)
 
         context = StaticInferenceContext(b, total)
         wrapper = ShardedLogitsWrapper(self.model, context)
@@ -95,10 +100,15 @@ class ModelSampler:
         wrapper.prep_model_for_inference()
         start, end = 0, shortest
         while True:
-            position_ids = torch.arange(start, end, device=device)[None].expand(b, -1)
+            read = tokens[reads, start:end] if start == 0 else tokens[:, start:end]
+            position_ids = torch.arange(start, end, device=device)[None].expand(len(read), -1)
             logits = wrapper.run_one_forward_step(
-                {"tokens": tokens[:, start:end], "position_ids": position_ids, "attention_mask": None}
+                {"tokens": read, "position_ids": position_ids, "attention_mask": None}
             )
+            if start == 0 and len(reads) < b:
+                logits = None if logits is None else logits[continued]
+                for memory in itertools.chain.from_iterable(context.key_value_memory_dict.values()):
+                    memory[:end] = memory[:end, continued]
             u = uniform(sampling.seed, STREAM_SAMPLING, uid, (end - lengths).clamp(min=0), 0).to(device)
             drawn, drawn_logprob = self._draw(logits, u, sampling)
             # rows whose prompt is longer read their own next token, so one batch holds unequal prompts

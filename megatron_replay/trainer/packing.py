@@ -1,11 +1,12 @@
-"""Rollouts to packed microbatches: token budget, equal counts over data-parallel ranks, inert padding.
+"""Rollouts to packed microbatches: token budget, equal counts over data-parallel ranks, inert padding, shared prompts.
 
-Dims: T tokens of a pack (padding included), n rollouts of a pack, R rows: positions whose hidden state
-predicts a trained token.
+Dims: T tokens of a pack (padding included), n rollouts of a pack, S their tokens (T without shared prompts), R rows:
+positions whose hidden state predicts a trained token.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,9 @@ class PackedMicrobatch:
     """One forward pass. Padding is one more sequence at the end: it attends to itself and trains nothing."""
 
     input_ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64, restarting at every rollout
-    cu_seqlens: Tensor  # [n+1] or, with padding, [n+2] int32
+    position_ids: Tensor  # [1, T] int64, of each token in its rollout
+    cu_seqlens: Tensor  # [n+1] or, with padding, [n+2] int32, rollout boundaries over members
+    members: Tensor  # [S] int64, positions in the pack of the rollouts' tokens, one rollout after the other
     max_seqlen: int
     rollouts: Tensor  # [n] int64, positions in the source batch
     rows: Tensor  # [R] int64, positions in the pack
@@ -62,16 +64,45 @@ def pack(
     count: int,
     multiple: int = 1,
     length: int | None = None,
+    share_prompts: bool = False,
 ) -> list[PackedMicrobatch]:
     """`count` microbatches: one for each bin, then inert ones that hold padding alone.
 
     Every pack is padded to `length`, or, without one, to the next multiple of `multiple` (the tensor-parallel
-    size under sequence parallelism). The packs lie where the batch does.
+    size under sequence parallelism). With `share_prompts` rollouts of equal prompts have them in a pack once: what
+    stands before the first trained token depends on nothing else. The packs lie where the batch does.
     """
     if count < len(bins):
         raise ValueError(f"count must be at least the number of bins {len(bins)}, got {count}")
     groups = [*bins, *([[]] * (count - len(bins)))]
-    return [_pack_one(batch, torch.tensor(g, dtype=torch.int64, device=batch.device), multiple, length) for g in groups]
+    return [_pack_one(batch, _positions(g, batch), multiple, length, share_prompts) for g in groups]
+
+
+def longest_pack(batch: RolloutBatch, bins: Sequence[Sequence[int]], share_prompts: bool) -> int:
+    """Tokens of the longest pack, without padding; 1 without bins."""
+    parts = (batch.select(_positions(b, batch)) for b in bins)
+    return max((int(_place(part, share_prompts).max()) + 1 for part in parts), default=1)
+
+
+def _positions(group: Sequence[int], batch: RolloutBatch) -> Tensor:
+    return torch.tensor(group, dtype=torch.int64, device=batch.device)
+
+
+def _place(part: RolloutBatch, share_prompts: bool) -> Tensor:
+    """[S] where each token stands in its pack: in order, and a prompt where an equal one stands already."""
+    here = torch.arange(part.tokens.numel(), device=part.device)
+    if not share_prompts:
+        return here
+    tokens, trained = part.tokens.tolist(), part.loss_mask.tolist()
+    bounds = part.cu_seqlens.tolist()
+    first_of: dict[tuple[int, ...], int] = {}
+    source = list(range(len(tokens)))
+    for start, end in itertools.pairwise(bounds):
+        prompt_end = trained.index(True, start, end) if any(trained[start:end]) else end
+        at = first_of.setdefault(tuple(tokens[start:prompt_end]), start)
+        source[start:prompt_end] = range(at, at + prompt_end - start)
+    origin = torch.tensor(source, dtype=torch.int64, device=part.device)
+    return ((origin == here).cumsum(0) - 1)[origin]
 
 
 def padded_length(tokens: int, multiple: int) -> int:
@@ -79,34 +110,42 @@ def padded_length(tokens: int, multiple: int) -> int:
     return max(1, -(-tokens // multiple)) * multiple
 
 
-def _pack_one(batch: RolloutBatch, rollouts: Tensor, multiple: int, length: int | None) -> PackedMicrobatch:
+def _pack_one(
+    batch: RolloutBatch, rollouts: Tensor, multiple: int, length: int | None, share_prompts: bool
+) -> PackedMicrobatch:
     part = batch.select(rollouts)
-    tokens = part.tokens.numel()
+    place = _place(part, share_prompts)
+    tokens = int(place.max()) + 1 if place.numel() else 0
     total = padded_length(tokens, multiple) if length is None else length
     padding = total - tokens
     if padding < 0 or total % multiple:
         raise ValueError(f"length must hold {tokens} tokens and be a multiple of {multiple}, got {total}")
     cu = part.cu_seqlens
     if padding:
-        cu = torch.cat([cu, cu.new_tensor([total])])
+        cu = torch.cat([cu, cu[-1:] + padding])
     lengths = cu.diff().long()
-    position_ids = torch.arange(total, device=batch.device) - torch.repeat_interleave(
-        cu[:-1].long(), lengths, output_size=total
+    members = torch.cat([place, torch.arange(tokens, total, device=batch.device)])
+    of_member = torch.arange(members.numel(), device=batch.device) - torch.repeat_interleave(
+        cu[:-1].long(), lengths, output_size=members.numel()
     )
 
-    trained = part.loss_mask.nonzero().squeeze(1)  # [R] positions of the targets in the pack
-    if bool((position_ids[trained] == 0).any()):
+    def in_pack(x: Tensor) -> Tensor:  # [S] -> [1, T]; a shared token has the same value in all its rollouts
+        return x.new_empty(total).scatter_(0, members, x)[None]
+
+    trained = part.loss_mask.nonzero().squeeze(1)  # [R] members that are targets
+    if bool((of_member[trained] == 0).any()):
         raise ValueError("loss_mask must be False on the first token of a rollout: nothing predicts it")
-    source = torch.arange(tokens, device=batch.device) + torch.repeat_interleave(
-        batch.cu_seqlens[rollouts].long() - part.cu_seqlens[:-1].long(), part.lengths, output_size=tokens
+    source = torch.arange(part.tokens.numel(), device=batch.device) + torch.repeat_interleave(
+        batch.cu_seqlens[rollouts].long() - part.cu_seqlens[:-1].long(), part.lengths, output_size=part.tokens.numel()
     )
     return PackedMicrobatch(
-        input_ids=torch.cat([part.tokens, part.tokens.new_full((padding,), PADDING_TOKEN)])[None],
-        position_ids=position_ids[None],
+        input_ids=in_pack(torch.cat([part.tokens, part.tokens.new_full((padding,), PADDING_TOKEN)])),
+        position_ids=in_pack(of_member),
         cu_seqlens=cu,
+        members=members,
         max_seqlen=int(lengths.max()),
         rollouts=rollouts,
-        rows=trained - 1,
+        rows=members[trained - 1],
         targets=part.tokens[trained],
         cu_rows=cumulative(part.response_lengths),
         token_index=source[trained],

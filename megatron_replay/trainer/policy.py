@@ -28,7 +28,7 @@ from megatron_replay.trainer.forward_step import (
 from megatron_replay.trainer.frozen_policy import sharded_weights
 from megatron_replay.trainer.nonfinite import NonfiniteUpdates, gradients_are_finite
 from megatron_replay.trainer.optimizer import unwrap
-from megatron_replay.trainer.packing import PackedMicrobatch, pack, padded_length, plan_bins
+from megatron_replay.trainer.packing import PackedMicrobatch, longest_pack, pack, padded_length, plan_bins
 from megatron_replay.trainer.parallel import ParallelGroups
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
@@ -121,11 +121,13 @@ class MegatronPolicy:
         bins = plan_bins(lengths, self.bin_tokens)
         config = unwrap(self.model).config
         multiple = self.groups.tensor_size if config.sequence_parallel else 1
-        longest = max((sum(lengths[i] for i in b) for b in bins), default=1)
+        # attention on a GPU wants each sequence in one piece
+        share = self.groups.device.type == "cpu"
+        longest = longest_pack(batch, bins, share)
         shared = self.groups.data_parallel().max(torch.tensor([len(bins), longest], dtype=torch.int64))
         count, longest = (int(x) for x in shared)
         length = padded_length(longest, multiple) if self.groups.pipeline_size > 1 else None
-        return pack(batch, bins, count=max(1, count), multiple=multiple, length=length)
+        return pack(batch, bins, count=max(1, count), multiple=multiple, length=length, share_prompts=share)
 
     def _schedule(self, forward_step: object, items: list[Any], forward_only: bool) -> list[Any]:
         first = items[0] if isinstance(items[0], PackedMicrobatch) else items[0][0]
