@@ -93,9 +93,7 @@ class RunLog:
         if not self.enabled:
             return
         self._file.write(json.dumps(_finite({"step": step, "iteration": iteration, **metrics})) + "\n")
-        for name, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._board.add_scalar(name, value, step)
+        self._draw({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step)
         self._bar.update(step + 1 - self._bar.n)
         self._bar.set_postfix_str(progress_text(metrics))
 
@@ -107,8 +105,14 @@ class RunLog:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Numbers beside the updates, such as held-out accuracy, in TensorBoard alone."""
         if self.enabled:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            self._draw(values, step)
+
+    def _draw(self, values: dict[str, float], step: int) -> None:
+        """In one event of TensorBoard; add_scalar would check and queue one for each value."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._board._get_file_writer().add_summary(Summary(value=found), step)
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """Finish the files; with a summary, write summary.json and draw curves.png."""

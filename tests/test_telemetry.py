@@ -55,6 +55,21 @@ def test_a_resumed_run_drops_what_its_checkpoint_has_not_seen(tmp_path: Path) ->
     ]  # fmt: skip
 
 
+def test_tensorboard_shows_the_numbers_of_a_resumed_run(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log(tmp_path, 0, 5)
+    log(tmp_path, 3, 6)
+    out = RunLog(tmp_path, start_step=6, total_steps=7)
+    out.scalars(6, {"heldout/accuracy": 0.5})
+    out.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    names = {name for name, value in METRICS.items() if not isinstance(value, str)}
+    assert set(board.Tags()["scalars"]) == names | {"value", "heldout/accuracy"}
+    assert [(e.step, e.value) for e in board.Scalars("value")] == [(0, 0), (1, 1), (2, 2), (3, 33), (4, 34), (5, 35)]
+    assert [(e.step, e.value) for e in board.Scalars("heldout/accuracy")] == [(6, 0.5)]
+
+
 def test_a_new_run_sets_an_earlier_one_aside(tmp_path: Path) -> None:
     for value in (1, 2, 3):
         out = RunLog(tmp_path / "run", start_step=0, total_steps=1)
