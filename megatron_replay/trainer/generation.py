@@ -89,10 +89,10 @@ class ModelSampler:
         ends = prompt_lengths + sampling.max_response_length  # one past each row's last token
         done = torch.zeros(b, dtype=torch.bool, device=device)
         uid = torch.tensor(uids, dtype=torch.int64)
-        # equal prompts are read once: `reads` [U] rows, and [B] which of them each row continues
-        first_of = {tuple(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
-        reads = sorted(first_of.values())
-        continued = torch.tensor([reads.index(first_of[tuple(p)]) for p in prompts], device=device)
+        # equal prompts are read once: by the first of their rows, which [B] rows then continue
+        first: dict[tuple[int, ...], int] = {}
+        rows = torch.tensor([first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)], device=device)
+        reads, continued = torch.unique(rows, return_inverse=True)
 
         context = StaticInferenceContext(b, total)
         wrapper = ShardedLogitsWrapper(self.model, context)

@@ -123,10 +123,11 @@ class MegatronPolicy:
         multiple = self.groups.tensor_size if config.sequence_parallel else 1
         # attention on a GPU wants each sequence in one piece
         share = self.groups.device.type == "cpu"
-        longest = longest_pack(batch, bins, share)
-        shared = self.groups.data_parallel().max(torch.tensor([len(bins), longest], dtype=torch.int64))
-        count, longest = (int(x) for x in shared)
-        length = padded_length(longest, multiple) if self.groups.pipeline_size > 1 else None
+        piped = self.groups.pipeline_size > 1
+        longest = longest_pack(batch, bins, share) if piped else 0
+        most = self.groups.data_parallel().max(torch.tensor([len(bins), longest], dtype=torch.int64))
+        count, longest = (int(x) for x in most)
+        length = padded_length(longest, multiple) if piped else None
         return pack(batch, bins, count=max(1, count), multiple=multiple, length=length, share_prompts=share)
 
     def _schedule(self, forward_step: object, items: list[Any], forward_only: bool) -> list[Any]:
