@@ -93,7 +93,7 @@ class RunLog:
         if not self.enabled:
             return
         self._file.write(json.dumps(_finite({"step": step, "iteration": iteration, **metrics})) + "\n")
-        self._draw({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step)
+        self._to_board({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step)
         self._bar.update(step + 1 - self._bar.n)
         self._bar.set_postfix_str(progress_text(metrics))
 
@@ -105,9 +105,9 @@ class RunLog:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Numbers beside the updates, such as held-out accuracy, in TensorBoard alone."""
         if self.enabled:
-            self._draw(values, step)
+            self._to_board(values, step)
 
-    def _draw(self, values: dict[str, float], step: int) -> None:
+    def _to_board(self, values: dict[str, float], step: int) -> None:
         """In one event of TensorBoard; add_scalar would check and queue one for each value."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -121,8 +121,8 @@ class LogprobForwardStep:
 def _run(model: torch.nn.Module, pack: PackedMicrobatch, head: Callable[..., Tensor], groups: ParallelGroups) -> Tensor:
     put = _to(groups.device)
     position_ids = put(pack.position_ids)
-    members = put(pack.members)
-    packed = PackedSequences.build(put(pack.cu_seqlens), position_ids.squeeze(0), pack.max_seqlen, members)
+    # attention on a GPU has no use for the members, so they stay where they are
+    packed = PackedSequences.build(put(pack.cu_seqlens), position_ids.squeeze(0), pack.max_seqlen, pack.members)
     out: Tensor = model(put(pack.input_ids), position_ids, None, packed_seq_params=packed, output_processor=head)
     return out
 
