@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,25 @@ from tests.launch import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from studying.arms import ARMS, COMPARISONS, GRPO, MAIN, OURS, PAIRS, RATES, SWEEPS, TEST_SEEDS, TUNING_SEEDS, tuned  # isort: skip
-from studying.comparison import arm_row, at_an_end, chosen_rates, holm, interval, paired  # isort: skip
-from studying.table import arms_table, pairs_table  # isort: skip
+from studying.arms import (
+    ARMS,
+    COMPARISONS,
+    COSTS,
+    GRPO,
+    MAIN,
+    OURS,
+    PAIRS,
+    RATES,
+    SWEEPS,
+    TEST_SEEDS,
+    TUNING_SEEDS,
+    tuned,
+)  # isort: skip
+from studying.comparison import arm_row, at_an_end, chosen_rates, cost_ratio, holm, interval, paired  # isort: skip
+from studying.pictures import _apart  # isort: skip
+from studying.table import ages_table, arms_table, markdown, pairs_table, tuning_table  # isort: skip
 from studying.fork import forked  # isort: skip
-from studying.trial import RECORD, Trial, read_record  # isort: skip
+from studying.trial import RECORD, Trial, quickstart, read_record  # isort: skip
 from studying.trials import perform_all  # isort: skip
 
 TOOL = ROOT / "tools" / "ablation.py"
@@ -51,7 +67,7 @@ def test_the_plan_is_what_the_page_says() -> None:
     assert len(TUNING_SEEDS) >= 6 and len(TEST_SEEDS) == 16 and not set(TUNING_SEEDS) & set(TEST_SEEDS)
     assert "best of 2e-4, 3e-4, 4.5e-4, 7e-4, 1e-3 by" in page and RATES == (2e-4, 3e-4, 4.5e-4, 7e-4, 1e-3)
     assert {a for pair in PAIRS for a in pair} <= ARMS.keys() and len(set(PAIRS)) == len(PAIRS)
-    assert all(f"- at equal {basis}:" in page for basis in COMPARISONS)
+    assert all(f"- at equal {basis}:" in page for basis in COMPARISONS) and COMPARISONS.keys() == COSTS.keys()
     assert len(MAIN) == 10 and all(arm.rate_of for arm in SWEEPS)
     assert all(any(arm.name in pair for pair in PAIRS) for arm in MAIN + SWEEPS)
 
@@ -87,7 +103,7 @@ def test_holm() -> None:
 
 def test_rows_and_tables() -> None:
     rows = [record(GRPO, 1e-4, s, x) for s, x in ((2, 0.5), (1, 0.3))]
-    rows += [record(OURS, 2e-4, s, 0.5 + s / 10) for s in (1, 2)]
+    rows += [record(OURS, 2e-4, s, 0.5 + s / 10, cpu_seconds=2 + s / 3) for s in (1, 2)]
     grpo, ours = arm_row(rows, GRPO, GRPO), arm_row(rows, OURS, GRPO)
     assert (grpo["seeds"], grpo["accuracy"], grpo["aes"]) == ([1, 2], [0.3, 0.5], 0)
     assert grpo["curve"] == {"reward_mean": [pytest.approx(0.1), pytest.approx(0.4)]}
@@ -95,10 +111,48 @@ def test_rows_and_tables() -> None:
     table = arms_table([grpo, ours]).splitlines()
     assert table[2].startswith("| grpo | 0.0001 | 0.400 +- 1.271 | 0.900 | 6.00 / - |") and len(table) == 4
     # differences 0.3 and 0.2: standard error 0.05, t(0.975; 1) = 12.706
-    found = [paired(rows, OURS, GRPO, metric) | {"p_holm": 0.5} for metric in ("pass_at_8", "accuracy")]
-    assert pairs_table(found).splitlines()[2:] == [
-        "| ours - grpo | +0.250 | -0.385 to +0.885 | 0.5 | +0.000 | +0.000 to +0.000 | 0.5 |"
+    more = {"p_holm": 0.5, "cost_ratio": cost_ratio(rows, OURS, GRPO, "cpu_seconds")}
+    found = [paired(rows, OURS, GRPO, metric) | more for metric in ("pass_at_8", "accuracy")]
+    assert pairs_table(found, "seconds").splitlines()[2:] == [
+        "| ours - grpo | +0.250 | -0.385 to +0.885 | 0.5 | +0.000 | +0.000 to +0.000 | 0.5 | 1.25 |"
     ]
+
+
+def test_ages_are_in_order_of_age() -> None:
+    ages = {f"age_{n:02}": {"ratio_mean": 1 - n / 100, "clip_fraction": n / 50, "ess": 0.5} for n in (10, 2)}
+    assert ages_table(ages).splitlines()[2:] == ["| 2 | 0.980 | 0.040 | 0.500 |", "| 10 | 0.900 | 0.200 | 0.500 |"]
+
+
+def test_rates_are_shown_by_their_means() -> None:
+    rows = [{"arm": arm, "rate": rate, "seed": seed, "accuracy": x} for arm, rate, seed, x in
+            (("b", 4e-4, 1, 0.25), ("b", 2e-4, 1, 0.5), ("b", 4e-4, 2, 0.75), ("b", 2e-4, 2, 0.5))]  # fmt: skip
+    assert tuning_table(rows).splitlines() == [
+        "| arm | 0.0002 | 0.0004 |", "|---|---|---|", "| b | 0.500 | 0.500 |"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "stand"),
+    [
+        ([], []),
+        ([0.0, 1.0, 5.0], [0.0, 1.0, 5.0]),
+        ([1.0, 1.5, 5.0], [0.75, 1.75, 5.0]),
+        ([1.0, 1.0, 1.75], [0.25, 1.25, 2.25]),  # two that are moved meet a third
+    ],
+)
+def test_labels_stand_apart(values: list[float], stand: list[float]) -> None:
+    assert _apart(values, 1.0) == stand
+
+
+def test_the_page_shows_what_the_study_came_to() -> None:
+    found = json.loads((ROOT / "docs" / "study.json").read_text())
+    assert not found["quick"] and [arm["name"] for arm in found["arms"]] == list(ARMS)
+    assert all(arm["seeds"] == list(TEST_SEEDS) for arm in found["arms"])
+    assert [(row["a"], row["b"]) for row in found["paired"] if row["metric"] == "accuracy"] == list(PAIRS)
+    assert len(found["tuning"]) == len(tuned()) * len(RATES) * len(TUNING_SEEDS)
+    page = (ROOT / "docs" / "study.md").read_text()
+    missing = [table for table in markdown(found).split("\n\n") if table not in page]
+    assert not missing, missing[0]
 
 
 def test_a_record_of_another_trial_is_refused(tmp_path: Path) -> None:
@@ -109,6 +163,7 @@ def test_a_record_of_another_trial_is_refused(tmp_path: Path) -> None:
     settings = json.loads(json.dumps(trial.settings()))
     (home / RECORD).write_text(json.dumps({"settings": settings, "accuracy": 0.5}))
     assert read_record(trial, tmp_path)["accuracy"] == 0.5
+    assert settings["quickstart"] == quickstart() and len(quickstart()) == 64
     assert perform_all([trial, trial], tmp_path, 1) == [read_record(trial, tmp_path)] * 2
     settings["flags"][3] = "99"
     (home / RECORD).write_text(json.dumps({"settings": settings}))
@@ -121,6 +176,42 @@ def test_a_fork_that_fails_is_an_error() -> None:
     for body, code in ((lambda: sys.exit(3), 3), (lambda: 1 / 0, 1), (lambda: sys.exit("words"), 1)):
         with pytest.raises(RuntimeError, match=f"exit code {code}"):
             forked(body)
+
+
+def test_trials_end_with_the_program_that_started_them(tmp_path: Path) -> None:
+    """However it ends: a trial that went on would write into the folder of the next start."""
+    words = (
+        "import os, sys, time; from pathlib import Path; from studying.fork import fork, forked\n"
+        "def body():\n"
+        "    os.setsid()\n"
+        "    forked(lambda: (Path(sys.argv[1]).write_text(f'{os.getppid()} {os.getpid()}'), time.sleep(60)))\n"
+        "fork(body); os.wait()"
+    )
+    path = f"{ROOT}:{ROOT / 'tools'}"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", words, tmp_path / "pids"], env=environment() | {"PYTHONPATH": path}
+    )
+    pids = wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().split())
+    assert len(pids) == 2 and all(map(alive, pids))
+    parent.terminate()
+    parent.wait()
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def alive(pid: str) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
 
 
 def ablation(*args: object) -> subprocess.CompletedProcess[str]:
@@ -157,6 +248,7 @@ def test_a_quick_study_has_what_the_contract_says_and_goes_on(tmp_path: Path) ->
     assert {p.name for p in (tmp_path / "pictures").iterdir()} == {
         "ages.png", "cost.png", "curves.png", "differences.png"
     }  # fmt: skip
+    assert sum(found["commits"].values()) == 8 and not (tmp_path / "out" / ".lock").exists()
     # a trial that was stopped is performed again, and comes to the same
     victim = next((tmp_path / "out").glob("ours_*_2"))
     before = json.loads((victim / RECORD).read_text())

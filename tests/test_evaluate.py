@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -242,6 +243,27 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_a_folder_of_another_model_or_reward_is_not_gone_on_with(
+    folder: Path, tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "initialize", lambda *args, **more: groups())
+    # the same weights, which mean something else
+    other = shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    said = message(tool, capsys, folder / "alone", *SMALL, "--load-hf", other)
+    assert "samples.jsonl was written with --load-hf (config.json) {" in said and said.count("\n") == 1
+    judge = Path(shutil.copy(folder / "judge.py", tmp_path / "judge.py"))
+    out = shutil.copytree(folder / "judged", tmp_path / "judged")
+    text = (out / "samples.jsonl").read_text().replace(str(folder / "judge.py"), str(judge), 1)
+    (out / "samples.jsonl").write_text(text)
+    judge.write_text(JUDGE.replace("/ 2", "/ 3"))
+    jsonl = ["--benchmark", f"heldout={folder / 'sorted.jsonl'}", f"again={folder / 'sorted.jsonl'}", "--samples", 4]
+    said = message(tool, capsys, out, *jsonl, "--rl-reward", f"{judge}:no_opinion_on_zeros", "--rl-grader-workers", 1)
+    assert "samples.jsonl was written with --rl-reward (sha256 of its file) " in said
+
+
 def message(tool: ModuleType, capsys: pytest.CaptureFixture[str], out: Path, *more: object) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
@@ -289,13 +311,14 @@ def test_input_that_does_not_fit_is_one_line(
     lock.take(held, "--out")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "samples.jsonl").write_text('{"settings": {"--samples": 8}}\n')
-    (tmp_path / "torn.json").write_text('{"benchmarks": {"heldout": {"per_problem": {}}}}')
-    (tmp_path / "base.json").write_text(json.dumps({"benchmarks": {"x": whole_row("0")}}))
+    (tmp_path / "torn.json").write_text('{"settings": {}, "benchmarks": {"heldout": {"per_problem": {}}}}')
+    (tmp_path / "base.json").write_text(json.dumps({"settings": {}, "benchmarks": {"x": whole_row("0")}}))
     # of the first held-out problem, as an evaluation writes it
     problem = SortDigits(split="heldout", seed=1234).problem(0)
     identity = hashlib.sha256(json.dumps([0, problem.prompt, problem.answer]).encode() + b"\n").hexdigest()
     for name, row in (("same", whole_row(identity)), ("zero", whole_row(identity, correct=0))):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"benchmarks": {"heldout": row, "x": row}}))
+        found = {"settings": {"--rl-max-response-length": 6}, "benchmarks": {"heldout": row, "x": row}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
     one = (*HELDOUT, "--problems", 1)
     for more, words in (
         (("--benchmark", "x"), "--benchmark must be NAME=FILE.jsonl or NAME=task:TASK, got 'x'"),
@@ -313,6 +336,14 @@ def test_input_that_does_not_fit_is_one_line(
         ((*one, "--baseline", tmp_path / "base.json"), "base.json must have the benchmark heldout, got x"),
         ((*HELDOUT, "--problems", 2, "--baseline", tmp_path / "same.json"), "same.json must be of the same problems"),
         ((*one, "--baseline", tmp_path / "zero.json"), "zero.json must have avg_at_k above 0 for an accuracy-"),
+        (
+            (*one, "--correct-at", 0.5, "--baseline", tmp_path / "same.json"),
+            "same.json must have --correct-at 0.5 as here, got 1.0 for heldout",
+        ),
+        (
+            (*one, "--baseline", tmp_path / "same.json"),
+            "same.json must have --rl-default-temperature 1.0 as here, got None",
+        ),
         ((*one, "--rl-reward", "no_such_module:f"), "--rl-reward no_such_module:f cannot be used: ModuleNotFoundError"),
         ((*one, "--out", held), f"--out {held} is in use by another run, process"),
         (
@@ -333,4 +364,5 @@ def test_the_page_has_every_flag(tool: ModuleType) -> None:
 
 def whole_row(identity: str, correct: int = 1) -> dict[str, Any]:
     per = {"problem": [0], "judged": [1], "correct": [correct], "tokens": [6]}
-    return {"identity": identity, "samples": 1, "avg_at_k": float(correct), "length_mean": 6.0, "per_problem": per}
+    more = {"samples": 1, "correct_at": 1.0}
+    return {"identity": identity, **more, "avg_at_k": float(correct), "length_mean": 6.0, "per_problem": per}

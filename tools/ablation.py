@@ -12,18 +12,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.command_line import Parser
 from benchmarks.environment import environment
 from benchmarks.json_file import write_json
-from studying.arms import ARMS, COMPARISONS, GRPO, OURS, RATES, TEST_SEEDS, TUNING_SEEDS, Arm, tuned
-from studying.comparison import METRICS, arm_row, at_an_end, chosen_rates, holm, paired
+from studying.arms import ARMS, COMPARISONS, COSTS, GRPO, OURS, RATES, TEST_SEEDS, TUNING_SEEDS, Arm, tuned
+from studying.comparison import METRICS, arm_row, at_an_end, chosen_rates, cost_ratio, holm, paired
 from studying.pictures import draw_pictures
 from studying.table import markdown
 from studying.trial import Trial
 from studying.trials import perform_all
+
+from megatron_replay.run.lock import RunLock
 
 QUICK = (
     "--train-iters",
@@ -73,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (RATES[1:3], TUNING_SEEDS[:1], TEST_SEEDS[:2]) if args.quick else (RATES, TUNING_SEEDS, TEST_SEEDS)
     )
     shorter = QUICK if args.quick else ()
+    lock = RunLock()
     try:
+        lock.take(args.out, "--out")
         to_tune = [arm for arm in tuned() if arm in arms or arm.name in {a.rate_of for a in arms}]
         tried = perform_all(
             [Trial(arm.name, rate, seed, shorter) for seed in tuning for arm in to_tune for rate in rates],
@@ -91,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"ablation.py: {error}", file=sys.stderr)
         return 1
+    finally:
+        lock.release()
     found = study(records, tried, arms)
     print(markdown(found))
     if args.json is not None:
@@ -108,7 +115,7 @@ def study(records: list, tried: list, arms: Sequence[Arm]) -> dict:
     rows = []
     for metric in METRICS:
         family = [
-            paired(records, a, b, metric) | {"equal": basis}
+            paired(records, a, b, metric) | {"equal": basis, "cost_ratio": cost_ratio(records, a, b, COSTS[basis])}
             for basis, pairs in COMPARISONS.items()
             for a, b in pairs
             if a in names and b in names
@@ -117,6 +124,8 @@ def study(records: list, tried: list, arms: Sequence[Arm]) -> dict:
     return {
         "arms": [arm_row(records, name, baseline) | {"about": ARMS[name].about} for name in names],
         "paired": rows,
+        # of the code that the runs had: commit -> runs
+        "commits": dict(Counter(r.get("commit") or "not recorded" for r in records + tried)),
         "tuning": [
             {**{k: r["settings"][k] for k in ("arm", "rate", "seed")}, "accuracy": r["accuracy"]} for r in tried
         ],

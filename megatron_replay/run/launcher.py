@@ -15,11 +15,16 @@ def end_with_launcher() -> None:
 
     A launcher that is killed would leave its ranks training, and holding the run folder, for as long as they can.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+
+
+def end_with_parent(parent: int) -> None:
+    """On Linux: the kernel kills this process, a child of `parent`, when that ends, in whatever way."""
+    if sys.platform != "linux":
         return
-    launcher = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != launcher:
+    if os.getppid() != parent:
         # it ended while we asked
         os.kill(os.getpid(), signal.SIGKILL)

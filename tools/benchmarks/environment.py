@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def environment() -> dict[str, Any]:
     """None stands for what is not there: git, nvcc, a driver, a package."""
     changed = _output("git", "status", "--porcelain")
     found: dict[str, Any] = {
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": commit(),
         "changed_files": None if changed is None else len(changed.splitlines()),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -40,6 +41,12 @@ def environment() -> dict[str, Any]:
             "nvcc": (_output("nvcc", "--version") or "").splitlines()[-1:] or None,
         }
     return found
+
+
+@cache
+def commit() -> str | None:
+    """Of the working tree when this was first asked: of the code that the process has."""
+    return _output("git", "rev-parse", "HEAD")
 
 
 def _output(*command: str) -> str | None:

@@ -16,6 +16,8 @@ from megatron_replay.evaluation.accuracy_efficiency import AccuracyEfficiency
 from megatron_replay.evaluation.bootstrap import difference_interval
 from megatron_replay.evaluation.pass_at_k import avg_at_k
 
+from .settings import differing
+
 NUMBERS = ("problem", "judged", "correct", "tokens")
 
 
@@ -27,18 +29,26 @@ class Baseline:
     benchmarks: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def load(cls, path: Path, identities: Mapping[str, str]) -> Baseline:
-        """Raises ValueError that begins with --baseline for a file that is no evaluation of these benchmarks.
+    def load(
+        cls, path: Path, identities: Mapping[str, str], settings: Mapping[str, Any], correct_at: float
+    ) -> Baseline:
+        """Raises ValueError that begins with --baseline for a file that is no evaluation of these benchmarks, or one
+        whose samples were drawn or judged otherwise.
 
-        `identities` maps each name to the identity of its problems.
+        `identities` maps each name to the identity of its problems; `settings` and `correct_at` are this evaluation's.
         """
         flag = f"--baseline {path}"
         try:
-            found = json.loads(path.read_text())["benchmarks"]
+            evaluation = json.loads(path.read_text())
+            found, other = evaluation["benchmarks"], dict(evaluation["settings"])
             benchmarks = {name: found[name] for name in identities if name in found}
             for row in benchmarks.values():
                 counted = [row["per_problem"][x] for x in NUMBERS]
-                if len({len(x) for x in counted}) != 1 or not isinstance(row["identity"], str):
+                if (
+                    len({len(x) for x in counted}) != 1
+                    or not isinstance(row["identity"], str)
+                    or "correct_at" not in row
+                ):
                     raise ValueError("its numbers of each problem are not whole")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{flag} is no evaluation.json ({type(error).__name__}: {error})") from error
@@ -47,12 +57,17 @@ class Baseline:
                 raise ValueError(f"{flag} must have the benchmark {name}, got {', '.join(found) or 'none'}")
             if benchmarks[name]["identity"] != identity:
                 raise ValueError(f"{flag} must be of the same problems, got others for the benchmark {name}")
+            if benchmarks[name]["correct_at"] != correct_at:
+                got = benchmarks[name]["correct_at"]
+                raise ValueError(f"{flag} must have --correct-at {correct_at} as here, got {got} for {name}")
             for key in ("avg_at_k", "length_mean"):
                 value = benchmarks[name][key]
                 if not isinstance(value, float) or not 0 < value < math.inf:
                     raise ValueError(
                         f"{flag} must have {key} above 0 for an accuracy-efficiency score, got {value} for {name}"
                     )
+        if words := differing(settings, other):
+            raise ValueError(f"{flag} must have {words}")
         return cls(path, benchmarks)
 
     def compare(

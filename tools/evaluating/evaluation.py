@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.environment import environment
 from benchmarks.json_file import write_json
@@ -22,7 +20,6 @@ from megatron_replay.rollout import Completion
 from megatron_replay.run.checks import flag_problems
 from megatron_replay.run.lock import RunLock
 from megatron_replay.run.parts import build_graders, make_engine
-from megatron_replay.tasks.prompt_encoder import PromptEncoder
 from megatron_replay.tasks.reward import Reward
 from megatron_replay.telemetry import versions
 from megatron_replay.tokenizer import Tokenizer, build_tokenizer
@@ -32,6 +29,7 @@ from megatron_replay.weight_sync.model_shape import ModelShape
 from .baseline import Baseline
 from .benchmark import Benchmark, build_benchmark, parse_sources
 from .report import draw, table
+from .settings import sample_settings
 from .weights import build_frozen, find_weights, weights_identity
 
 # sequences for each that vLLM decodes at once: while a long response ends, others are there to be started
@@ -51,11 +49,14 @@ class Evaluation:
             raise ValueError(problem)
         made = (build_benchmark(n, x, args, self.tokenizer, own.problems) for n, x in sources.items())
         self.benchmarks = {b.name: b for b in made}
-        identities = {name: b.identity for name, b in self.benchmarks.items()}
-        self.baseline = None if own.baseline is None else Baseline.load(own.baseline, identities)
         self.iteration, self.step = find_weights(args, own.step, self.shape)
-        self.settings = self._settings(identities)
-        self.identities = identities
+        # a second start must have the same
+        self.settings = weights_identity(args, self.iteration)
+        self.settings |= sample_settings(own, args, self.shape, self.tokenizer, self.benchmarks.values())
+        self.identities = {name: b.identity for name, b in self.benchmarks.items()}
+        self.baseline = None
+        if own.baseline is not None:
+            self.baseline = Baseline.load(own.baseline, self.identities, self.settings, own.correct_at)
         self.policy = build_frozen(args, self.shape, groups, self.iteration)
         self.lock = RunLock()
         self.file: SampleFile | None = None
@@ -67,30 +68,6 @@ class Evaluation:
         except ValueError:
             self.close()
             raise
-
-    def _settings(self, identities: Mapping[str, str]) -> dict[str, Any]:
-        """What decides the samples: a second start must have the same."""
-        args, config = self.args, arguments.grpo_config(self.args)
-        found: dict[str, Any] = weights_identity(args, self.iteration)
-        found |= {
-            "--samples": self.own.samples,
-            "--seed": args.seed,
-            "--rl-engine": args.rl_engine,
-            "--rl-vllm-unseeded": args.rl_vllm_unseeded,
-            "--rl-max-response-length": config.sampling.max_response_length,
-            "--rl-default-temperature": config.sampling.temperature,
-            "--rl-default-top-p": config.sampling.top_p,
-            "--rl-default-top-k": config.sampling.top_k,
-            "--rl-reward": args.rl_reward,
-            "--rl-chat-template (sha256)": PromptEncoder(self.tokenizer, args.rl_chat_template).identity,
-            "--bf16": args.bf16,
-            "--rl-fp32-lm-head": args.rl_fp32_lm_head,
-            "--keep-text": self.own.keep_text,
-        }
-        for name, b in self.benchmarks.items():
-            found[f"--benchmark {name} (problems and sha256)"] = [len(b.prompts), identities[name]]
-            found[f"--benchmark {name} (sha256 of its prompts' tokens)"] = b.tokens_identity
-        return found
 
     def _open(self) -> dict[str, int]:
         """Take the folder and read what an earlier start has left: problems that are done, of each benchmark."""

@@ -73,6 +73,12 @@ COMPARISONS = {
     "trained rollouts": ((OURS, "fresh-1.5x"), ("ratio-1.0", TWO_EPOCHS)),
     "processor seconds": ((OURS, "grpo-longer"), ("two-epochs-replay", "two-epochs-longer")),
 }
+# what has to be equal, of the numbers of an arm
+COSTS = {
+    "fresh rollouts": "fresh_rollouts",
+    "trained rollouts": "trained_tokens",
+    "processor seconds": "cpu_seconds",
+}
 PAIRS = tuple(pair for pairs in COMPARISONS.values() for pair in pairs)
 
 

@@ -68,6 +68,12 @@ def paired(records: Sequence[Record], a: str, b: str, metric: str) -> dict[str, 
             "ci95": interval(differences), "p": p}  # fmt: skip
 
 
+def cost_ratio(records: Sequence[Record], a: str, b: str, cost: str) -> float:
+    """What a run of a cost for each that a run of b cost, of their means over the seeds."""
+    of = {arm: mean(r[cost] for r in records if r["settings"]["arm"] == arm) for arm in (a, b)}
+    return of[a] / of[b]
+
+
 def holm(rows: Sequence[dict[str, Any]]) -> list[float]:
     """p of each row, adjusted for their number (Holm 1979): below 0.05 the family's error is below 0.05."""
     order = sorted(range(len(rows)), key=lambda i: rows[i]["p"])

@@ -7,14 +7,21 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from megatron_replay.run.launcher import end_with_parent
+
 
 def fork(body: Callable[[], object]) -> int:
-    """Start body() and return its process. The exit code is a program's: 0, 1 after an exception, SystemExit's."""
+    """Start body() and return its process, which ends with this one, in whatever way this one ends.
+
+    The exit code is a program's: 0, 1 after an exception, SystemExit's.
+    """
+    parent = os.getpid()
     process = os.fork()
     if process:
         return process
     code = 1
     try:
+        end_with_parent(parent)
         body()
         code = 0
     except SystemExit as end:

@@ -58,22 +58,43 @@ def _curves(arms: dict[str, Any], path: Path) -> None:
 def _cost(arms: dict[str, Any], path: Path) -> None:
     """Held-out accuracy of every arm, but for the sweeps of ours, against what a run cost, counted in three ways."""
 
+    shown = sorted((a for a in arms.values() if ARMS[a["name"]].rate_of != OURS), key=lambda a: mean(a["accuracy"]))
+    costs = (
+        ("fresh_rollouts", "fresh rollouts"),
+        ("trained_tokens", "trained tokens"),
+        ("cpu_seconds", "processor seconds"),
+    )
+
     def draw(axes: Any) -> None:
-        costs = (("fresh_rollouts", "fresh rollouts"), ("trained_tokens", "trained tokens"))
-        for axis, (cost, label) in zip(axes, (*costs, ("cpu_seconds", "processor seconds")), strict=True):
-            for arm in (arm for name, arm in arms.items() if ARMS[name].rate_of != OURS):
+        lowest = min(arm["accuracy_ci95"][0] for arm in shown)
+        span = max(arm["accuracy_ci95"][1] for arm in shown) - lowest
+        heights = _apart([mean(arm["accuracy"]) for arm in shown], span / 24)
+        for axis, (cost, label) in zip(axes, costs, strict=True):
+            furthest = max(arm[cost] for arm in shown)
+            for arm, height in zip(shown, heights, strict=True):
                 color = "tab:red" if arm["name"] in PROMINENT else "tab:blue"
                 _point(axis, arm[cost], arm, color)
                 axis.annotate(
-                    arm["name"], (arm[cost], mean(arm["accuracy"])), xytext=(4, 3), textcoords="offset points",
-                    fontsize=7 if arm["name"] in PROMINENT else 6,
+                    arm["name"], (arm[cost], mean(arm["accuracy"])), xytext=(1.1 * furthest, height), color=color,
+                    fontsize=8, verticalalignment="center", arrowprops={"arrowstyle": "-", "color": "gray", "lw": 0.4},
                 )  # fmt: skip
-            axis.margins(x=0.25)
-            axis.set(xlabel=f"{label} of a run")
+            axis.set(xlabel=f"{label} of a run", xlim=(0, 1.5 * furthest))
+            axis.xaxis.set_major_formatter("{x:,.0f}")
             axis.grid(alpha=0.3)
         axes[0].set(ylabel="held-out accuracy, 95 % interval over seeds")
 
     _figure(path, draw, 3, (16, 6))
+
+
+def _apart(values: list[float], gap: float) -> list[float]:
+    """Rising values, moved so that any two are a gap apart; those that are too near stand around their mean."""
+    groups: list[list[float]] = []
+    for value in values:
+        groups.append([value])
+        while len(groups) > 1 and 2 * (mean(groups[-1]) - mean(groups[-2])) < gap * (len(groups[-1]) + len(groups[-2])):
+            last = groups.pop()
+            groups[-1] += last
+    return [mean(group) + gap * (i - (len(group) - 1) / 2) for group in groups for i in range(len(group))]
 
 
 def _differences(rows: list[dict[str, Any]], path: Path) -> None:
@@ -107,12 +128,16 @@ def _ages(arms: dict[str, Any], path: Path) -> None:
         middle.plot(ages, [of_age[age]["clip_fraction"] for age in ages], "o-")
         middle.set(xlabel="age [steps]", title="share of tokens whose gradient the clip removed")
         sweep = [arm.name for arm in SWEEPS if arm.name.startswith("tau-max-") and arm.name in arms]
-        for limit, name in sorted([(int(name.rpartition("-")[2]), name) for name in sweep] + [(10, OURS)]):
+        bounds = sorted([(int(name.rpartition("-")[2]), name) for name in sweep] + [(10, OURS)])
+        for limit, name in bounds:
             _point(right, limit, arms[name], "tab:blue")
         if GRPO in arms:
             right.axhline(mean(arms[GRPO]["accuracy"]), color="black", linewidth=0.8, label="plain GRPO")
             right.legend(fontsize=8)
         right.set(xscale="log", xlabel="tau_max [steps]", title="held-out accuracy, 95 % interval over seeds")
+        limits = [limit for limit, _ in bounds]
+        right.set_xticks(limits, map(str, limits))
+        right.minorticks_off()
         for axis in axes:
             axis.grid(alpha=0.3)
 

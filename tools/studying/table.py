@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from studying.arms import OURS
 from studying.comparison import mean
 
 
@@ -12,7 +13,12 @@ def markdown(found: dict[str, Any]) -> str:
     tables = [arms_table(found["arms"])]
     for basis in dict.fromkeys(row["equal"] for row in found["paired"]):
         tables.append(f"At equal {basis}:")
-        tables.append(pairs_table([row for row in found["paired"] if row["equal"] == basis]))
+        tables.append(pairs_table([row for row in found["paired"] if row["equal"] == basis], basis))
+    for arm in found["arms"]:
+        if arm["name"] == OURS and arm["ages"]:
+            tables += [f"Trained tokens of {OURS} by age, mean of the updates:", ages_table(arm["ages"])]
+    if found["tuning"]:
+        tables += ["Accuracy on the tuning seeds by rate, mean:", tuning_table(found["tuning"])]
     return "\n\n".join(tables)
 
 
@@ -31,13 +37,35 @@ def arms_table(arms: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def pairs_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| a - b | accuracy | 95 % | p, Holm | pass@8 | 95 % | p, Holm |", "|---|---|---|---|---|---|---|"]
+def pairs_table(rows: list[dict[str, Any]], basis: str) -> str:
+    """`basis` is what is equal: the last column shows how equal it is."""
+    lines = [
+        f"| a - b | accuracy | 95 % | p, Holm | pass@8 | 95 % | p, Holm | {basis}, a / b |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     pairs = dict.fromkeys((row["a"], row["b"]) for row in rows)
     for pair in pairs:
         of = {row["metric"]: row for row in rows if (row["a"], row["b"]) == pair}
         cells = [cell for metric in ("accuracy", "pass_at_8") for cell in difference(of[metric])]
-        lines.append(f"| {' - '.join(pair)} | {' | '.join(cells)} |")
+        lines.append(f"| {' - '.join(pair)} | {' | '.join(cells)} | {of['accuracy']['cost_ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def ages_table(ages: dict[str, dict[str, float]]) -> str:
+    """What is drawn at each age: `age_00` is the fresh batch."""
+    lines = ["| age, steps | ratio, mean | clipped | effective sample size |", "|---|---|---|---|"]
+    for name, of in sorted(ages.items()):
+        cells = [f"{of[key]:.3f}" for key in ("ratio_mean", "clip_fraction", "ess")]
+        lines.append(f"| {int(name.removeprefix('age_'))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tuning_table(rows: list[dict[str, Any]]) -> str:
+    rates, arms = sorted({row["rate"] for row in rows}), dict.fromkeys(row["arm"] for row in rows)
+    lines = [f"| arm | {' | '.join(f'{rate:g}' for rate in rates)} |", f"|---{'|---' * len(rates)}|"]
+    for arm in arms:
+        cells = [mean(row["accuracy"] for row in rows if (row["arm"], row["rate"]) == (arm, rate)) for rate in rates]
+        lines.append(f"| {arm} | {' | '.join(f'{x:.3f}' for x in cells)} |")
     return "\n".join(lines)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import runpy
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import commit
 from benchmarks.json_file import write_json
 
 from megatron_replay.telemetry import read_metrics
@@ -19,6 +22,7 @@ from studying.fork import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "flags.txt"
+MODEL = ROOT / "examples" / "quickstart" / "model"
 ENTRY = ROOT / "examples" / "pretrain_replay_grpo.py"
 EVALUATE = ROOT / "tools" / "evaluate.py"
 RECORD, LOG = "record.json", "log.txt"
@@ -47,7 +51,17 @@ class Trial:
 
     def settings(self) -> dict[str, Any]:
         """What a record must agree with to stand for this trial."""
-        return asdict(self) | {"flags": self.flags(Path())[1:], "evaluation": [PROBLEMS, SAMPLES, EVALUATION_SEED]}
+        measured = [PROBLEMS, SAMPLES, EVALUATION_SEED]
+        return asdict(self) | {"flags": self.flags(Path())[1:], "evaluation": measured, "quickstart": quickstart()}
+
+
+@cache
+def quickstart() -> str:
+    """SHA-256 of what the flags stand on: the quickstart's own flags, and its base model."""
+    digest = hashlib.sha256()
+    for path in (QUICKSTART, *sorted(MODEL.iterdir())):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def read_record(trial: Trial, folder: Path) -> dict[str, Any] | None:
@@ -79,7 +93,8 @@ def perform(trial: Trial, folder: Path) -> None:
     forked(lambda: run_script(EVALUATE, list(map(str, evaluation))))
     found = json.loads((home / "evaluation" / "evaluation.json").read_text())["benchmarks"]["heldout"]
     rows = read_metrics(home / "run")
-    write_json(home / RECORD, {"settings": trial.settings(), **summary(rows, found), "cpu_seconds": train_seconds})
+    what = {"settings": trial.settings(), "commit": commit()}
+    write_json(home / RECORD, {**what, **summary(rows, found), "cpu_seconds": train_seconds})
     # hundreds of trials: the weights and the samples have been measured
     for part in (home / "run", home / "evaluation"):
         shutil.rmtree(part)

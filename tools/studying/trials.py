@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import commit
 from tqdm import tqdm
 
 from studying.fork import fork
@@ -35,6 +36,8 @@ def perform_all(trials: Sequence[Trial], folder: Path, workers: int) -> list[dic
 
 
 def _import() -> None:
+    """What the trials need, once for all: they are forked from here."""
+    commit()
     for script in (ENTRY, EVALUATE):
         sys.argv = [str(script)]
         runpy.run_path(str(script), run_name="studied")
