@@ -77,22 +77,29 @@ def trainer_flags(words: tuple[str, ...]) -> argparse.Namespace:
 
 
 class ParsedError(Exception):
-    pass
+    """With the flags."""
 
 
-def tool_takes(monkeypatch: pytest.MonkeyPatch, tool: str, flags: tuple[str, ...]) -> None:
+def tool_takes(monkeypatch: pytest.MonkeyPatch, tool: str, flags: tuple[str, ...]) -> argparse.Namespace:
     """Start the tool in this process and stop it when it has parsed its flags."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
-        parse(self, *args, **kwargs)
-        raise ParsedError
+        raise ParsedError(parse(self, *args, **kwargs))
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [tool, *flags])
     monkeypatch.syspath_prepend(str((ROOT / tool).parent))
-    with pytest.raises(ParsedError):
+    with pytest.raises(ParsedError) as parsed:
         runpy.run_path(str(ROOT / tool), run_name="__main__")
+    found: argparse.Namespace = parsed.value.args[0]
+    return found
+
+
+def assert_layout(args: argparse.Namespace, processes: int) -> None:
+    """Tools that are no trainer have no layout."""
+    parts = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
+    assert processes % parts == 0, f"{processes} processes of {parts} parts"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -100,10 +107,12 @@ def test_a_command_is_one_that_its_program_takes(command: Command, monkeypatch: 
     name, *rest = command.program
     words = tuple(rest)
     if PYTHON.fullmatch(name) and words[0] != ENTRY:
-        tool_takes(monkeypatch, words[0], words[1:])
+        assert_layout(tool_takes(monkeypatch, words[0], words[1:]), 1)
     elif name == "torchrun" or PYTHON.fullmatch(name):
         # a command that begins in the middle has no script to show where its flags begin
-        trainer_flags(words[words.index(ENTRY) + 1 :] if ENTRY in words else words)
+        args = trainer_flags(words[words.index(ENTRY) + 1 :] if ENTRY in words else words)
+        if "--nproc-per-node" in words:
+            assert_layout(args, int(words[words.index("--nproc-per-node") + 1]))
     elif name == "make":
         # these tests may run under a make of their own
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
