@@ -22,19 +22,23 @@ QUICKSTART := @examples/quickstart/flags.txt
 ifneq ($(ENGINE),embedded)
 QUICKSTART += --rl-engine $(ENGINE) --run-dir runs/quickstart-$(ENGINE) --rl-vllm-memory-gib 0.25
 endif
+# its build for CPUs, which vLLM's asks for by this name: from where pip is told to look, or else from PyTorch's own index
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install train test test-fast benchmark-deps browser trl lint format clean
 
 help:
-	@grep -E '^(#|[a-z-]+:.*##)' Makefile | sed -E 's/^# //; s/:.*## /: /'
+	@grep -E '^(# ( |make)|[a-z-]+:.*##)' Makefile | sed -E 's/^# //; s/:.*## /: /'
 
 install: $(STAMP)  ## set up .venv and build the extension; does nothing when both are up to date
 
 $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml setup.py $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("PYTHON must be 3.11 or later, got " + sys.version)'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet torch==2.13.0
+	$(PIP) install --quiet $(TORCH) || { echo "$(TORCH) is not where pip looks: from $(TORCH_INDEX)"; \
+		$(PIP) install --quiet --index-url $(TORCH_INDEX) $(TORCH); }
 	# it ships a wheel for 3.11 and declares >= 3.12 (where the flag does nothing); without --no-deps the flag
 	# would reach its dependencies too
 	$(PIP) install --quiet --ignore-requires-python --no-deps megatron-core==0.19.2
@@ -61,7 +65,7 @@ $(OLDEST_TRITON)/.installed: $(STAMP)
 	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0 \
 		&& touch $@ || echo 'triton 3.6.0 does not install here: it is left out of the tests'
 
-test-fast: install  ## tests that start no other process and train nothing
+test-fast: install  ## tests that start no run of several processes, in under 3 minutes
 	$(PY) -m pytest $(PYTEST) -m "not slow"
 
 benchmark-deps: install  ## install other projects' replay buffers into .venv/benchmark, for tools/benchmark_buffer.py

@@ -35,7 +35,7 @@ from megatron_replay.config import GrpoConfig
 from megatron_replay.ops import backend as backends
 from megatron_replay.planning.hardware import Hardware
 from megatron_replay.replay_buffer import RolloutReplayBuffer
-from megatron_replay.run.checks import arena_tokens, check
+from megatron_replay.run.checks import check
 from megatron_replay.run.dry_run import dry_run
 from megatron_replay.run.launcher import end_with_launcher
 from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch, task_of
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     buffer = RolloutReplayBuffer(
         config.replay,
         seed=config.seed,
-        arena_tokens=arena_tokens(args, config, data.size),
+        arena_tokens=arguments.arena_tokens(args, config, data.size),
         group=data,
         device=buffer_device,
     )

@@ -32,6 +32,7 @@ from studying.arms import (
     TUNING_SEEDS,
     tuned,
 )  # isort: skip
+
 from studying.comparison import arm_row, at_an_end, chosen_rates, cost_ratio, holm, interval, paired  # isort: skip
 from studying.pictures import _apart  # isort: skip
 from studying.table import ages_table, arms_table, markdown, pairs_table, tuning_table  # isort: skip

@@ -9,7 +9,6 @@ import torch
 
 from megatron_replay import arguments
 from megatron_replay.planning.layout import Layout
-from megatron_replay.run.checks import arena_tokens
 
 EngineKind = Literal["embedded", "vllm-server", "vllm-colocated"]
 
@@ -89,7 +88,7 @@ def workload(
         mean_prompt_length=mean_prompt_length or args.seq_length - response,
         mean_response_length=mean_response_length or response,
         capacity=replay.capacity,
-        arena_tokens=arena_tokens(args, config, layout.data),
+        arena_tokens=arguments.arena_tokens(args, config, layout.data),
         dtype=model.dtype,
         distributed_optimizer=args.use_distributed_optimizer,
         sequence_parallel=model.sequence_parallel,

@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_replay import arguments
-from megatron_replay.config import GrpoConfig
 from megatron_replay.ops import backend as backends
-from megatron_replay.replay_buffer import MOST_TOKENS
 from megatron_replay.tokenizer import Tokenizer
 from megatron_replay.weight_sync.model_shape import ModelShape
 
@@ -47,17 +45,3 @@ def flag_problems(
         )
     if args.save_hf and Path(args.save_hf).exists():
         yield f"--save-hf must name a folder that does not exist, got {args.save_hf!r}"
-
-
-def arena_tokens(args: argparse.Namespace, config: GrpoConfig, shards: int) -> int:
-    """Tokens of one shard's arena: every rollout that it can hold at once, at full length."""
-    if not config.replay.enabled:
-        return 1
-    alive = (config.replay.tau_max + 1) * config.prompts_per_step * config.group_size
-    tokens: int = min(config.replay.capacity, -(-alive // shards)) * args.seq_length
-    if tokens > MOST_TOKENS:
-        raise ValueError(
-            f"--rl-replay-capacity {config.replay.capacity} must leave a rank fewer than 2^31 tokens of "
-            f"--seq-length {args.seq_length}, got {tokens}"
-        )
-    return tokens
