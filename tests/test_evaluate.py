@@ -26,6 +26,14 @@ TOOL = ROOT / "tools" / "evaluate.py"
 FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
 MODEL = ROOT / "examples" / "quickstart" / "model"
 HELDOUT = ["--benchmark", "heldout=task:sort-digits"]
+# made for these tests, in the fields that docs/evaluation.md has for each: digits to sort, which the small model can
+MADE = {
+    "MATH-500": "math500",
+    "AIME25": "aime25",
+    "AIME26": "aime26",
+    "HMMT-F25": "hmmt_feb_25",
+    "HMMT-F26": "hmmt_feb_26",
+}
 SMALL = [*HELDOUT, "--problems", "61", "--samples", "4"]
 JUDGE = """
 def no_opinion_on_zeros(*, prompt, response, answer, extra):
@@ -50,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (at / "judge.py").write_text(JUDGE)
     trained = at / "trained"
     jsonl = ["--benchmark", f"heldout={at / 'sorted.jsonl'}", f"again={at / 'sorted.jsonl'}", "--samples", "4"]
+    made = [f"{name}={made_file(name)}" for name in MADE]
     cases = [
         {"name": "whole", "args": flags(*HELDOUT, "--problems", 1024, "--samples", 4)},
         {"name": "alone", "args": flags(*SMALL, "--chunk", 3)},
@@ -69,6 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"name": "jsonl", "args": flags(*jsonl, "--keep-text")},
         {"name": "judged", "args": flags(*jsonl, "--rl-reward", f"{at / 'judge.py'}:no_opinion_on_zeros",
                                          "--rl-grader-workers", 1, "--correct-at", 0.5)},
+        {"name": "made", "args": flags("--benchmark", *made, "--samples", 8, "--rl-reward", "math-verify",
+                                       "--rl-grader-workers", 1, "--keep-text")},
     ]  # fmt: skip
     (at / "cases.json").write_text(json.dumps([{"world": 1, **case} for case in cases]))
     command = [sys.executable, "-m", "tests.evaluation_worker", at, at / "cases.json"]
@@ -76,6 +87,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr[-4000:]
     (at / "said").write_text(done.stdout)
     return at
+
+
+def made_file(benchmark: str) -> Path:
+    return ROOT / "tests" / "benchmarks" / f"{MADE[benchmark]}.jsonl"
 
 
 def lines(folder: Path) -> list[str]:
@@ -177,6 +192,24 @@ def test_a_file_is_sampled_as_the_task_is_that_it_was_made_of(folder: Path) -> N
     # a benchmark of another name has the same problems and other random numbers
     assert [r.text for name, r in rows if name == "again"] != [r.text for r in named]
     assert evaluation(folder / "jsonl")["benchmarks"]["again"]["problems"] == 61
+
+
+@pytest.mark.slow
+def test_files_in_the_form_of_each_benchmark_are_judged_as_mathematics(folder: Path) -> None:
+    found = evaluation(folder / "made")["benchmarks"]
+    assert {name: row["problems"] for name, row in found.items()} == {
+        "MATH-500": 5, "AIME25": 3, "AIME26": 3, "HMMT-F25": 4, "HMMT-F26": 4
+    }  # fmt: skip
+    answers = {name: [json.loads(x)["answer"] for x in made_file(name).read_text().splitlines()] for name in MADE}
+    rows = [SampleRecord.from_line(x) for x in lines(folder / "made")]
+    assert len(rows) == 19 * 8
+    for name, r in rows:
+        # a number: to math-verify 01379 and 1379 are the same
+        assert r.reward == float(r.text.isdigit() and int(r.text) == int(answers[name][r.problem])), (name, r)
+    assert 0 < sum(r.reward for _, r in rows) < len(rows)
+    for name, row in found.items():
+        own = [r.reward for n, r in rows if n == name]
+        assert row["avg_at_k"] == pytest.approx(sum(own) / len(own)) and row["unjudged"] == 0
 
 
 @pytest.mark.slow
