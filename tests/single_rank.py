@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,14 +59,15 @@ def policy(
     lr: float = 1e-3,
     bin_tokens: int = 128,
     backend: str | None = None,
+    adam: dict[str, Any] | None = None,
     **model: object,
 ) -> MegatronPolicy:
-    """A TP1 PP1 policy with the weights of `folder`."""
+    """A TP1 PP1 policy with the weights of `folder`; `adam` are more of the optimizer's options."""
     shape = ModelShape.from_folder(folder)
     net = build_model(shape, ModelOptions(make_vocab_size_divisible_by=8, **model), groups(), SEQ_LENGTH)
     load_hf_weights(net, folder, shape, groups())
     ddp, optimizer, scheduler = wrap_for_training(
-        net, OptimizerOptions(lr=lr, total_updates=100, lr_decay_style="linear")
+        net, OptimizerOptions(**{"lr": lr, "total_updates": 100, "lr_decay_style": "linear"} | (adam or {}))
     )
     head = HeadOptions(
         loss=loss or GrpoLossOptions(),

@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,71 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None
     assert go_on(again, empty, 2) == expected
     ours, theirs = (dict(unwrap(x.model).named_parameters()) for x in (again, p))
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+KINDS = [
+    pytest.param({"use_distributed_optimizer": sharded}, dtype, id=f"{'sharded' if sharded else 'whole'}-{name}")
+    for sharded in (False, True)
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+]
+
+
+@pytest.mark.parametrize(("adam", "dtype"), KINDS)
+@pytest.mark.parametrize("updates", [0, 1])
+def test_every_kind_of_optimizer_goes_on_bit_for_bit(
+    folder: Path, tmp_path: Path, adam: dict[str, Any], dtype: torch.dtype, updates: int
+) -> None:
+    """Also from a checkpoint before the first update, when Adam has made no state of its own, and through a second
+    one that the resumed run writes at once."""
+
+    def begin() -> MegatronPolicy:
+        return policy(folder, adam=adam, dtype=dtype)
+
+    whole, p = begin(), begin()
+    for each in (whole, p):
+        for step in range(2):
+            each.train(batch(LENGTHS, seed=step) if step < updates else RolloutBatch.empty(), step)
+    for name in ("first", "second"):
+        checkpoint.save(tmp_path / name, p, new_buffer(), RunState(2, 32, FIXED))
+        p = begin()
+        checkpoint.load(tmp_path / name, p, new_buffer(), FIXED)
+    expected, got = ([each.train(batch(LENGTHS, seed=step), step) for step in (2, 3)] for each in (whole, p))
+    assert got == expected and expected[0]["grad_norm"] > 0
+    ours, theirs = (dict(unwrap(x.model).named_parameters()) for x in (p, whole))
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    assert counts(p) == counts(whole) == {updates + 2.0}
+
+
+def counts(p: MegatronPolicy) -> set[float]:
+    """Updates that Adam has counted, over all parameters."""
+    return {float(state["step"]) for state in p.optimizer.chained_optimizers[0].optimizer.state.values()}
+
+
+def test_a_save_before_the_first_update_does_not_change_the_run(folder: Path, tmp_path: Path) -> None:
+    quiet, saving = policy(folder), policy(folder)
+    checkpoint.save(tmp_path, saving, new_buffer(), RunState(0, 0, FIXED))
+    assert go_on(saving, new_buffer(), 0) == go_on(quiet, new_buffer(), 0)
+
+
+@pytest.mark.parametrize(("adam", "dtype"), KINDS)
+def test_the_flags_of_the_run_that_resumes_hold(
+    folder: Path, tmp_path: Path, adam: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Rates, betas, epsilon and weight decay; moments and count are those that were saved."""
+    first = policy(folder, adam=adam, dtype=dtype)
+    first.train(batch(LENGTHS), 0)
+    checkpoint.save(tmp_path, first, new_buffer(), RunState(1, 16, FIXED))
+    new = {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_eps": 1e-4, "weight_decay": 0.25, "min_lr": 1e-4}
+    p = policy(folder, adam=adam | new, dtype=dtype, lr=5e-4)
+    checkpoint.load(tmp_path, p, new_buffer(), FIXED)
+    p.train(batch(LENGTHS, seed=1), 1)
+    rate = 1e-4 + (5e-4 - 1e-4) * 0.98
+    decays = set()
+    for group in p.optimizer.param_groups:
+        assert (group["betas"], group["eps"]) == ((0.5, 0.9), 1e-4)
+        assert group["lr"] == pytest.approx(rate), "the second of 100 updates"
+        decays.add(group["weight_decay"])
+    assert max(decays) == 0.25 and counts(p) == {2.0}
 
 
 def test_the_same_iteration_can_be_written_again(folder: Path, tmp_path: Path) -> None:

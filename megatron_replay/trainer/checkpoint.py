@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_replay.replay_buffer import RolloutReplayBuffer
+from megatron_replay.trainer.adam_state import allocate_adam_state, parts_of, use_own_settings, write_count_of_zero
 from megatron_replay.trainer.manifest import check_manifest, write_atomically, write_manifest
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.trainer.policy import MegatronPolicy
@@ -158,7 +159,7 @@ def load(
             raise
         # whole files, by their checksums, that hold something else
         raise ValueError(f"--load {iteration / 'weights'} cannot be read: {type(error).__name__}: {error}") from error
-    # the schedule is rebuilt from this run's flags, so that --train-iters can be raised; only its place is restored
+    # the schedule is that of this run's flags, so that --train-iters can be raised; only its place is restored
     policy.scheduler.num_steps = 0
     policy.scheduler.step(run["scheduler"]["num_steps"])
 
@@ -216,22 +217,22 @@ def _sharded_state(policy: MegatronPolicy, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
+    allocate_adam_state(policy.optimizer)
     weights = unwrap(policy.model).sharded_state_dict(metadata=metadata)
     optimizer = policy.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": optimizer}
 
 
 def _load_weights(folder: Path, policy: MegatronPolicy) -> None:
-    for inner in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        if isinstance(inner, DistributedOptimizer):
-            # torch's AdamW has no state before its first step, and state_dict needs one `step` for all
-            inner._init_optimizer_states_with_dummy_values()
     with nothing_is_run(folder):
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
     result = unwrap(policy.model).load_state_dict(state["model"], strict=False)
     missing = [k for k in result.missing_keys if not k.endswith("_extra_state")]
     if missing or result.unexpected_keys:
         raise ValueError(f"--load {folder} is of another model: missing {missing}, unexpected {result.unexpected_keys}")
+    adam = state["optimizer"].get("optimizer", state["optimizer"])
+    use_own_settings(adam, policy.optimizer)
+    write_count_of_zero(adam, policy.optimizer)
     policy.optimizer.load_state_dict(state["optimizer"])
 
 
@@ -244,5 +245,4 @@ def _model_identity(policy: MegatronPolicy) -> dict[str, Any]:
 
 
 def _is_distributed(policy: MegatronPolicy) -> bool:
-    inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    return any(isinstance(x, DistributedOptimizer) for x in inner)
+    return any(isinstance(x, DistributedOptimizer) for x in parts_of(policy.optimizer))

@@ -199,27 +199,6 @@ def _tied_embedding_cuda_call() -> None:
     )
 
 
-def _distributed_optimizer_load() -> None:
-    """DistributedOptimizer.load_state_dict over torch's AdamW, which is what runs without apex and Transformer
-    Engine: `step` is a tensor there, it is looked up where it is not kept (KeyError), copied in place over a
-    leaf view, and shared by all parameters, so that a resumed AdamW advances it once for each parameter."""
-    cls = _core("optimizer.distrib_optimizer").DistributedOptimizer
-    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
-
-    @torch.no_grad()
-    def set_without_step(self: Any, param: Any, tensors: dict[str, Any]) -> Any:
-        return set_states(self, param, {**tensors, "step": None})
-
-    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
-        load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
-
-    cls._set_main_param_and_optimizer_states = set_without_step
-    cls.load_state_dict = load_with_own_steps
-
-
 def _checkpoint_results_queue() -> None:
     """dist_checkpointing/strategies/filesystem_async.py starts a process on the first save, only to hold a queue;
     it imports the whole training script again, which takes longer than the quickstart's save. A save that is not
@@ -238,6 +217,5 @@ MENDS: tuple[Callable[[], None], ...] = (
     _literal_cuda_device,
     _type_names,
     _tied_embedding_cuda_call,
-    _distributed_optimizer_load,
     _checkpoint_results_queue,
 )

@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from megatron_replay.config import OptimizerOptions
+from megatron_replay.trainer.adam_state import mend_distributed_load
 
 
 def wrap_for_training(
@@ -19,6 +20,8 @@ def wrap_for_training(
 ) -> tuple[DistributedDataParallel, MegatronOptimizer, OptimizerParamScheduler]:
     """DistributedDataParallel with summed float32 gradients, Adam, and the schedule counted in updates."""
     config = model.config
+    if options.use_distributed_optimizer:
+        mend_distributed_load()
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
