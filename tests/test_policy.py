@@ -147,6 +147,23 @@ def test_an_outlier_is_counted(folder: Path) -> None:
     assert metrics["train_rollout_logprob_abs_diff_max"] == pytest.approx(4.0, abs=1e-4)
 
 
+def test_the_rate_that_is_reported_is_the_one_that_is_applied(folder: Path) -> None:
+    """Warm-up over 2 updates, linear decay to 0 in the fourth, which changes nothing; an empty batch counts too."""
+    p = policy(folder, adam={"lr_warmup_iters": 2, "total_updates": 4})
+    adam = p.optimizer.chained_optimizers[0].optimizer
+    applied: list[float] = []
+    adam.register_step_pre_hook(lambda *_: applied.append(adam.param_groups[0]["lr"]))
+    batches = [batch(LENGTHS), RolloutBatch.empty(), batch(LENGTHS, seed=1), batch(LENGTHS, seed=2)]
+    reported = []
+    for step, each in enumerate(batches):
+        before = [x.detach().clone() for x in unwrap(p.model).parameters()]
+        reported.append(p.train(each, step)["lr"])
+        same = all(torch.equal(a, b) for a, b in zip(before, unwrap(p.model).parameters(), strict=True))
+        assert same == (step in (1, 3))
+    assert reported == pytest.approx([5e-4, 1e-3, 5e-4, 0.0])
+    assert applied == [reported[0], *reported[2:]]
+
+
 def test_an_empty_batch_leaves_weights_and_optimizer(folder: Path) -> None:
     p = policy(folder)
     p.train(batch(LENGTHS), step=0)

@@ -68,8 +68,9 @@ class MegatronPolicy:
         data = self.groups.data_parallel()
         counts = torch.tensor([int(batch.loss_mask.sum()), len(batch)], dtype=torch.int64)
         tokens, rollouts = data.sum(counts).tolist()
-        lr = self._lr()
+        # the schedule counts updates from 1: what it sets now is this update's
         self.scheduler.step(1)
+        lr = self._lr()
         if rollouts == 0:
             skipped = {"update_skipped": 1.0, "update_nonfinite": 0.0}
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "train/tokens": 0.0} | skipped
