@@ -58,3 +58,14 @@ def test_a_run_that_sets_an_earlier_one_aside_holds_the_new_folder(tmp_path: Pat
     RunLock().take(tmp_path / "run.1", "--run-dir")
     log.close()
     RunLock().take(folder, "--run-dir")
+
+
+def test_a_run_may_save_in_its_own_folder(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", start_step=0, total_steps=1)
+    (tmp_path / "link").symlink_to("run")
+    for same in (tmp_path / "run", tmp_path / "link", tmp_path / "x" / ".." / "run"):
+        log.hold(same, "--save")
+    with pytest.raises(RuntimeError, match=r"--save .*run is in use by another run"):
+        RunLock().take(tmp_path / "run", "--save")
+    log.close()
+    assert not (tmp_path / "run" / LOCK_FILE).exists()

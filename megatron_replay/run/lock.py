@@ -19,8 +19,10 @@ class RunLock:
         self._files: dict[Path, TextIO] = {}
 
     def take(self, folder: str | Path, flag: str) -> None:
-        """Raises RuntimeError, naming the flag and who holds it, where another run is in the folder."""
+        """Raises RuntimeError, naming the flag and who holds it, where another run is in the folder. Twice is once."""
         path = Path(folder).resolve() / LOCK_FILE
+        if path in self._files:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             file = open(path, "a+")  # noqa: SIM115 - held on purpose
