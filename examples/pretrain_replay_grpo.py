@@ -94,7 +94,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
         print(
             f"TP {groups.tensor_size} x PP {groups.pipeline_size} x DP {data.size} on {groups.device.type}, "
             f"buffer on {buffer_device.type} ({backends.resolve('priority_draw', None, buffer_device)}), "
-            f"model {args.load_hf}, task {args.rl_task}, replay ratio {config.replay.replay_ratio:g}, "
+            f"model {args.load_hf}, task {args.rl_task}, {replay_in_words(config)}, "
             f"writing to {args.run_dir}",
             flush=True,
         )
@@ -241,6 +241,11 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
         save_hf(args.save_hf, unwrap(policy.model), shape, groups, base=args.load_hf)
     log.say(f"{summary['updates']} updates in {summary['seconds']:.0f} s; see {args.run_dir}/curves.png")
     log.close(summary)
+
+
+def replay_in_words(config: GrpoConfig) -> str:
+    pool = config.replay.composition == "pool"
+    return "replay from a pool" if pool else f"replay ratio {config.replay.replay_ratio:g}"
 
 
 def quiet() -> None:

@@ -8,7 +8,8 @@ whose full text was not at hand. Where this loop departs from it, or decides wha
 3. A step whose groups are all degenerate trains on nothing: |F| = 0 gives n = 0. Weights stay, age goes on.
 4. A rollout without a finite reward or log-prob is dropped and counted; its group's baseline is that of the rest.
 5. `iterations` > 1 repeats the update on the same batch: the fresh-only control that replay is held against.
-6. `composition="pool"` pushes first and draws |F| from buffer and fresh together: a baseline, not the method.
+6. `composition="pool"` pushes first and draws |F| from buffer and fresh together: a baseline, not the method. It
+   has no ratio.
 7. `old_logprobs="recomputed"` takes the trainer's own log-probs at birth for the ratio, instead of the engine's.
 8. `replay_ratio=0` is plain GRPO; the buffer then stays empty.
 9. Not from the paper, and off unless asked for: `importance_beta` weighs drawn rollouts as prioritized replay does,

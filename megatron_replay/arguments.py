@@ -49,9 +49,9 @@ class Flag:
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "replay": (
-        Flag(ReplayConfig, "replay_ratio", "--rl-replay-ratio", "replayed rollouts for each fresh one; 0 is plain GRPO"),
+        Flag(ReplayConfig, "replay_ratio", "--rl-replay-ratio", "replayed rollouts for each fresh one; 0 is plain GRPO; a pool has no ratio"),
         Flag(ReplayConfig, "priority", "--rl-replay-priority", "what a stored rollout is drawn by"),
-        Flag(ReplayConfig, "composition", "--rl-replay-composition", "fresh-anchored: all of the fresh batch and a draw; pool: one draw from both"),
+        Flag(ReplayConfig, "composition", "--rl-replay-composition", "fresh-anchored: all of the fresh batch and a draw; pool: one draw from both, as large as the fresh batch, whatever --rl-replay-ratio says"),
         Flag(ReplayConfig, "priority_alpha", "--rl-replay-alpha", "exponent of the priority"),
         Flag(ReplayConfig, "priority_eps", "--rl-replay-eps", "added to |advantage| before the exponent"),
         Flag(ReplayConfig, "tau_max", "--rl-replay-tau-max", "largest age, in steps, at which a rollout is still drawn"),
@@ -61,7 +61,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(ReplayConfig, "importance_beta", "--rl-replay-importance-beta", "not from the paper: weigh a drawn rollout by (w_min / w)^this, as prioritized replay does; 0 is off"),
         Flag(ReplayConfig, "ess_floor", "--rl-replay-ess-floor", "not from the paper: draw fewer while the replayed rollouts' effective sample size is below this; 0 is off"),
         Flag(ReplayConfig, "age_metrics", "--rl-replay-age-metrics", "not from the paper: ratio, clip fraction and effective sample size for each age"),
-        Flag(GrpoConfig, "old_logprobs", "--rl-replay-old-logprobs", "whose log-probs at birth the ratio is taken against"),
+        Flag(GrpoConfig, "old_logprobs", "--rl-replay-old-logprobs", "whose log-probs at birth the ratio is taken against; recomputed (by the trainer) needs --rl-generation-lag 0"),
     ),
     "grpo": (
         Flag(GrpoConfig, "prompts_per_step", "--grpo-prompts-per-step", "prompts of a step, over all ranks"),
@@ -288,11 +288,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in positive:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if not 0 < args.distributed_timeout_minutes < math.inf:
-        parser.error(f"--distributed-timeout-minutes must be positive, got {args.distributed_timeout_minutes}")
+    for name in ("distributed_timeout_minutes", "dry_run_gpu_memory_gb"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be positive and finite, got {getattr(args, name)}")
     for name in ("eval_prompts", "save_keep_last", "exit_duration_in_mins", "rl_log_rollouts_interval"):
         if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 0 and finite, got {getattr(args, name)}")
     if args.context_parallel_size != 1:
         parser.error(f"--context-parallel-size must be 1, got {args.context_parallel_size}")
     if args.rl_max_response_length >= args.seq_length:

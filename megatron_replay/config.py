@@ -33,7 +33,7 @@ class ReplayConfig:
     step - birth_step <= tau_max. Ages are counted in steps of the outer loop.
     """
 
-    replay_ratio: float = 0.5  # replayed rollouts per fresh rollout; 0 is plain GRPO
+    replay_ratio: float = 0.5  # replayed rollouts per fresh rollout; 0 is plain GRPO; a pool has none
     priority: ReplayPriority = "abs-advantage"
     composition: ReplayComposition = "fresh-anchored"
     priority_alpha: float = 0.5
@@ -48,11 +48,22 @@ class ReplayConfig:
     age_metrics: bool = False  # ratio, clip fraction and ESS for each age
 
     def __post_init__(self) -> None:
-        require(self.replay_ratio >= 0, "replay_ratio", self.replay_ratio, "must be at least 0")
+        require(0 <= self.replay_ratio < math.inf, "replay_ratio", self.replay_ratio, "must be at least 0 and finite")
         require_choice("priority", self.priority, get_args(ReplayPriority))
         require_choice("composition", self.composition, get_args(ReplayComposition))
-        require(0 <= self.priority_alpha < math.inf, "priority_alpha", self.priority_alpha, "must be at least 0")
-        require(self.priority_eps > 0, "priority_eps", self.priority_eps, "must be positive")
+        require(
+            self.replay_ratio > 0 or self.composition == "fresh-anchored",
+            "replay_ratio",
+            self.replay_ratio,
+            "must be above 0 with composition pool, which has no ratio (plain GRPO is 0 with fresh-anchored)",
+        )
+        require(
+            0 <= self.priority_alpha < math.inf,
+            "priority_alpha",
+            self.priority_alpha,
+            "must be at least 0 and finite",
+        )
+        require(0 < self.priority_eps < math.inf, "priority_eps", self.priority_eps, "must be positive and finite")
         require(self.tau_max >= 1, "tau_max", self.tau_max, "must be at least 1 step")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be at least 0")
         require(self.capacity >= 1, "capacity", self.capacity, "must be at least 1 rollout")
@@ -67,7 +78,7 @@ class ReplayConfig:
 
     @property
     def enabled(self) -> bool:
-        return self.replay_ratio > 0 or self.composition == "pool"
+        return self.replay_ratio > 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class SamplingConfig:
         require(
             self.max_response_length >= 1, "max_response_length", self.max_response_length, "must be at least 1 token"
         )
-        require(self.temperature > 0, "temperature", self.temperature, "must be positive")
+        require(0 < self.temperature < math.inf, "temperature", self.temperature, "must be positive and finite")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
         require(self.top_k >= 0, "top_k", self.top_k, "must be at least 0 (0 is off)")
         allowed = self.allow_truncated_sampling
@@ -128,6 +139,13 @@ class GrpoConfig:
         require_choice("old_logprobs", self.old_logprobs, get_args(OldLogprobs))
         require_choice("generation_lag", self.generation_lag, (0, 1))
         require(
+            self.generation_lag == 0 or self.old_logprobs == "engine",
+            "generation_lag",
+            self.generation_lag,
+            "must be 0 with old_logprobs recomputed (--rl-replay-old-logprobs): the weights that sampled the rollouts "
+            "are then no longer there to recompute with",
+        )
+        require(
             not self.importance.enabled or self.old_logprobs == "recomputed",
             "old_logprobs",
             self.old_logprobs,
@@ -160,7 +178,7 @@ class VllmConfig:
         for name in ("servers", "tensor_parallel_size", "max_num_seqs", "bucket_mib"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         for name in ("memory_gib", "sync_timeout", "request_timeout", "startup_timeout"):
-            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "must be positive")
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "must be positive and finite")
         require(
             0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
@@ -214,7 +232,8 @@ class OptimizerOptions:
     use_distributed_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, "lr", self.lr, "must be at least 0")
+        for name in ("lr", "weight_decay", "clip_grad"):
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "must be at least 0 and finite")
         require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must be between 0 and lr {self.lr}")
         require_choice("lr_decay_style", self.lr_decay_style, get_args(LrDecayStyle))
         require(
@@ -223,8 +242,9 @@ class OptimizerOptions:
             self.lr_warmup_iters,
             f"must be below the {self.decay_updates} updates of the decay",
         )
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
-        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must be at least 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be in [0, 1)")
+        require(0 < self.adam_eps < math.inf, "adam_eps", self.adam_eps, "must be positive and finite")
 
     @property
     def decay_updates(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,7 +24,7 @@ class ImportanceOptions:
     mode: ImportanceMode = "truncate"
 
     def __post_init__(self) -> None:
-        require(self.cap > 0, "cap", self.cap, "must be positive")
+        require(0 < self.cap < math.inf, "cap", self.cap, "must be positive and finite")
         require_choice("mode", self.mode, get_args(ImportanceMode))
 
 

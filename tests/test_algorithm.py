@@ -261,8 +261,8 @@ def test_bad_settings_name_field_and_value(changes: dict[str, Any], words: str) 
     [
         ("tau_max", 0, "tau_max must be at least 1 step, got 0"),
         ("tau_max", -3, "tau_max must be at least 1 step, got -3"),
-        ("replay_ratio", -0.5, "replay_ratio must be at least 0, got -0.5"),
-        ("priority_alpha", -1.0, "priority_alpha must be at least 0, got -1.0"),
+        ("replay_ratio", -0.5, "replay_ratio must be at least 0 and finite, got -0.5"),
+        ("priority_alpha", -1.0, "priority_alpha must be at least 0 and finite, got -1.0"),
         ("capacity", 0, "capacity must be at least 1 rollout, got 0"),
         ("priority", "rank", "priority must be one of abs-advantage, group-std, uniform, got 'rank'"),
     ],

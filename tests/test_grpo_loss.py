@@ -329,7 +329,7 @@ def test_backward_scales(evaluate: Evaluate) -> None:
         ({"clip_eps_low": -0.1}, r"^clip_eps_low must"),
         ({"clip_eps_high": math.inf}, r"^clip_eps_high must be finite, at least 0, got inf"),
         ({"clip_eps_high": math.nan}, r"^clip_eps_high must"),
-        ({"dual_clip": 1.0}, r"^dual_clip must be above 1, or None, got 1.0"),
+        ({"dual_clip": 1.0}, r"^dual_clip must be above 1 and finite, or None, got 1.0"),
         ({"dual_clip": 3.0, "objective": "cispo"}, r"^dual_clip needs objective clip .*got 3.0"),
         ({"ratio_level": "word"}, r"^ratio_level must be one of token, sequence, got 'word'"),
         ({"objective": "ppo"}, r"^objective must be one of clip, cispo, got 'ppo'"),

@@ -181,7 +181,7 @@ def test_learns(case: dict[str, Any]) -> None:
         ("--microbatches 3", "--microbatches must divide the 128 rollouts of a step, got 3"),
         ("--eval-prompts 10001", "--eval-prompts must be in [1, 10000], the held-out problems, got 10001"),
         ("--lr 0", "--lr must be positive, got 0.0"),
-        ("--replay-ratio -1", "replay_ratio must be at least 0, got -1.0"),
+        ("--replay-ratio -1", "replay_ratio must be at least 0 and finite, got -1.0"),
         ("--tau-max 0", "tau_max must be at least 1 step, got 0"),
     ],
 )

@@ -47,7 +47,12 @@ class GrpoLossOptions:
         require(
             0 <= self.clip_eps_high < float("inf"), "clip_eps_high", self.clip_eps_high, "must be finite, at least 0"
         )
-        require(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "must be above 1, or None")
+        require(
+            self.dual_clip is None or 1 < self.dual_clip < float("inf"),
+            "dual_clip",
+            self.dual_clip,
+            "must be above 1 and finite, or None",
+        )
         require(
             self.dual_clip is None or self.objective == "clip",
             "dual_clip",
