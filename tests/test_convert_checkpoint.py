@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.trainer import checkpoint
 from megatron_replay.trainer.checkpoint import RunState
 from megatron_replay.trainer.hf_checkpoint import export_hf
+from megatron_replay.trainer.manifest import write_manifest
 from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.optimizer import unwrap
 from megatron_replay.weight_sync.model_shape import ModelShape
@@ -26,6 +29,7 @@ from tests.hf_models import CASES, SEQ_LENGTH, random_model
 from tests.launch import ROOT, environment, torchrun
 from tests.rollouts import batch
 from tests.single_rank import groups, policy
+from tests.test_safe_load import Harm
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 
@@ -171,3 +175,22 @@ def test_a_damaged_or_foreign_checkpoint_is_named(
     weights.write_bytes(weights.read_bytes()[:-1])
     said = message(tool, capsys, "to-hf", "--load-hf", base, *flags)
     assert f"iter_0000002 is damaged: weights/{weights.name} has" in said
+
+
+def test_nothing_of_a_checkpoint_is_run(
+    tool: ModuleType,
+    base: Path,
+    run: tuple[Path, dict[int, dict[str, torch.Tensor]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tool, "start", lambda args: groups())
+    folder = shutil.copytree(run[0], tmp_path / "planted")
+    iteration, touched = folder / "iter_0000001", tmp_path / "touched"
+    (iteration / "weights" / ".metadata").write_bytes(pickle.dumps(Harm(open, str(touched), "w")))
+    write_manifest(iteration)
+    flags = ("--load", folder, "--step", 1, "--save-hf", tmp_path / "out", "--make-vocab-size-divisible-by", 8)
+    said = message(tool, capsys, "to-hf", "--load-hf", base, *flags)
+    assert f": --load {iteration / 'weights' / '.metadata'} is no index of tensors: " in said
+    assert "it names io.open" in said and not touched.exists() and not (tmp_path / "out").exists()

@@ -35,6 +35,7 @@ cpu.install()
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_replay.config import ModelOptions
 from megatron_replay.trainer import checkpoint
@@ -42,6 +43,7 @@ from megatron_replay.trainer.hf_checkpoint import load_hf_weights, save_hf
 from megatron_replay.trainer.manifest import check_manifest, write_manifest
 from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.parallel import ParallelGroups, initialize, shutdown
+from megatron_replay.trainer.safe_load import nothing_is_run
 from megatron_replay.weight_sync.model_shape import ModelShape
 
 # a checkpoint of from-hf says so where a training checkpoint has its version: the trainer then refuses it by name
@@ -98,7 +100,7 @@ def to_hf(args: argparse.Namespace, shape: ModelShape) -> None:
     dtype = DTYPES[run["model"]["dtype"].removeprefix("torch.")]
     groups = start(args)
     model = build(args, shape, dtype, groups)
-    model.load_state_dict(dist_checkpointing.load(sharded_weights(model), str(iteration / "weights"))["model"])
+    load_weights(model, iteration / "weights")
     save_hf(args.save_hf, model, shape, groups, base=args.load_hf)
     if dist.get_rank() == 0:
         print(f"{args.save_hf}: the weights after step {run['step']} of {args.load}")
@@ -184,6 +186,20 @@ def base_dtype(folder: Path) -> torch.dtype:
 def start(args: argparse.Namespace) -> ParallelGroups:
     # the seed is of no account: no weight stays random
     return initialize(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, seed=0)
+
+
+def load_weights(model: GPTModel, folder: Path) -> None:
+    """Weights of an iteration; nothing that its files hold is run. A ValueError names the folder."""
+    try:
+        with nothing_is_run(folder):
+            state = dist_checkpointing.load(sharded_weights(model), str(folder))["model"]
+        model.load_state_dict(state)
+    except (Exception, CheckpointException) as error:
+        if str(error).startswith("--load"):
+            raise
+        # whole files, by their checksums, of a model with other parameters; a CheckpointException quotes tracebacks
+        said = str(error).strip().rpartition("\n")[2]
+        raise ValueError(f"--load {folder} cannot be read: {type(error).__name__}: {said}") from error
 
 
 def sharded_weights(model: GPTModel) -> dict[str, Any]:

@@ -7,9 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from convert_checkpoint import DTYPES, check_sizes, find_iteration, read_run, sharded_weights
-from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
+from convert_checkpoint import DTYPES, check_sizes, find_iteration, load_weights, read_run
 
 from megatron_replay import arguments
 from megatron_replay.trainer.frozen_policy import FrozenPolicy
@@ -17,7 +15,6 @@ from megatron_replay.trainer.hf_checkpoint import checkpoint_identity, load_hf_w
 from megatron_replay.trainer.manifest import MANIFEST
 from megatron_replay.trainer.model import build_model
 from megatron_replay.trainer.parallel import ParallelGroups, from_first_rank
-from megatron_replay.trainer.safe_load import nothing_is_run
 from megatron_replay.weight_sync.model_shape import ModelShape
 
 
@@ -51,13 +48,5 @@ def build_frozen(
     if iteration is None:
         load_hf_weights(model, args.load_hf, shape, groups)
         return FrozenPolicy.of(model, groups)
-    folder = iteration / "weights"
-    try:
-        with nothing_is_run(folder):
-            state = dist_checkpointing.load(sharded_weights(model), str(folder))["model"]
-        model.load_state_dict(state)
-    except (Exception, CheckpointException) as error:
-        # whole files, by their checksums, of a model with other parameters; a CheckpointException quotes tracebacks
-        said = str(error).strip().rpartition("\n")[2]
-        raise ValueError(f"--load {folder} cannot be read: {type(error).__name__}: {said}") from error
+    load_weights(model, iteration / "weights")
     return FrozenPolicy.of(model, groups)
