@@ -96,7 +96,8 @@ class VllmEngine:
         raise NotImplementedError
 
     def make_room(self) -> None:
-        """On every rank of a replica that feeds, before `revive`: give up memory that the engine shares."""
+        """On every rank of the run, once for each attempt: give up memory that engines share. It may be a collective of
+        the whole run, so replicas that have nothing to push take part."""
 
     def revive(self, suspect: bool) -> bool:
         """On a leader of a replica that feeds: replace engines that are gone, and with `suspect` those that may be.
@@ -134,6 +135,7 @@ class VllmEngine:
         """Push until every engine holds the whole set. `suspect`: engines that look alive may not be."""
         connected, failure, report = self._sender is not None, "", None
         for attempt in range(self.config.retries + 1):
+            self.make_room()
             if attempt == 0 or failure:
                 failure, report = self._try_sync(version, connected, suspect or attempt > 0)
             if not self.ranks.any(bool(failure)):
@@ -154,7 +156,6 @@ class VllmEngine:
         if not self.feeds():
             return "", None
         new, failure = False, ""
-        self.make_room()
         if self.ranks.leads:
             try:
                 new = self.revive(suspect)
