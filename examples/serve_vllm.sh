@@ -9,6 +9,7 @@
 #   VLLM_API_KEY  key that every request must carry; the trainer reads the same variable
 #   PYTHON        interpreter that has vllm and megatron_replay; default python
 #   DTYPE, MAX_MODEL_LEN   default bfloat16 and 4096; both must be those of the run
+#   FP32_LM_HEAD  1 for a run with --rl-fp32-lm-head; default 0
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -* ]]; then
@@ -37,6 +38,15 @@ if [[ ! $host =~ ^(127\.[0-9.]+|localhost|::1)$ && -z ${VLLM_API_KEY:-} ]]; then
     echo "$0: HOST must be a loopback address where VLLM_API_KEY is not set, got $host" >&2
     exit 2
 fi
+
+case ${FP32_LM_HEAD:-0} in
+    0) head=() ;;
+    1) head=(--hf-overrides '{"head_dtype": "float32"}') ;;
+    *)
+        echo "$0: FP32_LM_HEAD must be 0 or 1, got $FP32_LM_HEAD" >&2
+        exit 2
+        ;;
+esac
 
 tensor_parallel=
 for option in "$@"; do
@@ -73,4 +83,4 @@ exec "$python" -m vllm.entrypoints.openai.api_server \
     --middleware megatron_replay.engines.require_api_key.RequireApiKey \
     --skip-tokenizer-init --enable-scale-out \
     --uvicorn-log-level warning --disable-uvicorn-access-log --disable-log-stats --disable-fastapi-docs \
-    "${device[@]}" "$@"
+    "${head[@]}" "${device[@]}" "$@"

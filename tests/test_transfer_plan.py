@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_replay.weight_sync.error import WeightSyncError
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.hf_mapping import hf_names
-from megatron_replay.weight_sync.transfer_plan import ALIGNMENT, Entry, TransferPlan, local_entries, make_plan
-from tests.transfers import shape, shards
+from megatron_replay.weight_sync.model_shape import ModelShape
+from megatron_replay.weight_sync.transfer_plan import (
+    ALIGNMENT,
+    LOGPROBS_MODE,
+    Entry,
+    TransferPlan,
+    local_entries,
+    make_plan,
+)
+from tests.transfers import CONFIG, shape, shards
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 
@@ -20,7 +30,7 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 def plan_of(tensor_size: int, pipeline_size: int, bucket: int, tied: bool = False) -> TransferPlan:
     held = shards(shape(tied), tensor_size, pipeline_size)
     entries = [local_entries(w, rank) for rank, w in enumerate(held)]
-    return make_plan(entries, held[0].padded_vocab, bucket)
+    return make_plan(entries, held[0].shape, held[0].padded_vocab, bucket)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -29,7 +39,7 @@ def test_every_byte_is_sent_once_by_a_rank_that_holds_it(layout: tuple[int, int]
     held = shards(shape(tied), *layout)
     for bucket_bytes in (1, 5_000, 1 << 30):
         plan = plan_of(*layout, bucket_bytes, tied)
-        plan.check(shape(tied), "float32")
+        check(plan, shape(tied))
         entries = [e for b in plan.buckets for e in b.entries]
         assert len({e.name for e in entries}) == len(entries)
         for e in entries:
@@ -82,6 +92,10 @@ def test_the_plan_survives_json() -> None:
     assert TransferPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+def check(plan: TransferPlan, of: ModelShape, dtype: str = "float32", **changes: str) -> None:
+    plan.check(of, dtype, **({"head_dtype": dtype, "logprobs_mode": LOGPROBS_MODE} | changes))
+
+
 def changed(plan: TransferPlan, name: str, *new: Entry) -> TransferPlan:
     buckets = tuple(
         dataclasses.replace(b, entries=tuple(x for e in b.entries for x in (new if e.name == name else (e,))))
@@ -107,10 +121,58 @@ def test_another_model_is_refused_by_name() -> None:
         (changed(plan, QKV, replace(entry, name="decoder.layers.1.mlp.bogus.weight")), r"engine's model lacks.*bogus"),
         (replace(plan, padded_vocab=48), r"embedding\.word_embeddings\.weight is \[40, 32\] .* needs \[48, 32\]"),
     ]
-    plan.check(shape(), "float32")
+    check(plan, shape())
     for fault, words in faults:
         with pytest.raises(WeightSyncError, match=words):
-            fault.check(shape(), "float32")
+            check(fault, shape())
+    tied = replace(plan_of(1, 1, 1, tied=True), model=plan.model)
     with pytest.raises(WeightSyncError, match="lm_head"):
-        plan_of(1, 1, 1, tied=True).check(shape(), "float32")
+        check(tied, shape())
     assert "lm_head.weight" not in hf_names(shape(tied=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"rope_theta": 1e6}, r"rope_theta must be 10000\.0, got 1000000\.0$"),
+        ({"rms_norm_eps": 1e-5}, r"rms_norm_eps must be 1e-06, got 1e-05$"),
+        # the same weights in the same shapes, cut into other heads
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+            r"num_heads must be 4, got 8; num_kv_heads must be 2, got 4; head_dim must be 16, got 8$",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+                              "original_max_position_embeddings": 8192}},
+            r"rope_scaling_factor must be None, got 8\.0$",
+        ),
+        ({"max_position_embeddings": 4096}, None),
+    ],
+)  # fmt: skip
+def test_an_engine_that_computes_another_function_of_the_weights_refuses_them(
+    config: dict[str, Any], words: str | None
+) -> None:
+    plan = TransferPlan.from_json(json.loads(json.dumps(plan_of(1, 1, 1 << 30).to_json())))
+    other = ModelShape.from_config(CONFIG | config, "config of a test")
+    with pytest.raises(PlanRefusedError, match=f"model is not the trainer's: {words}") if words else nullcontext():
+        check(plan, other)
+
+
+def test_the_precision_of_the_head_and_what_log_probs_are_of_are_compared() -> None:
+    (weights,) = shards(shape(), 1, 1)
+    entries = [local_entries(weights, 0)]
+    exact = make_plan(entries, shape(), weights.padded_vocab, 1, fp32_lm_head=True)
+    check(exact, shape())
+    half = [[dataclasses.replace(e, dtype="bfloat16") for e in entries[0]]]
+    plain = make_plan(half, shape(), weights.padded_vocab, 1)
+    check(plain, shape(), "bfloat16")
+    exact = make_plan(half, shape(), weights.padded_vocab, 1, fp32_lm_head=True)
+    check(exact, shape(), "bfloat16", head_dtype="float32")
+    with pytest.raises(PlanRefusedError, match=r": head_dtype must be float32, got bfloat16$"):
+        check(exact, shape(), "bfloat16")
+    with pytest.raises(PlanRefusedError, match=r": head_dtype must be bfloat16, got float32$"):
+        check(plain, shape(), "bfloat16", head_dtype="float32")
+    with pytest.raises(PlanRefusedError, match=r": logprobs_mode must be processed_logprobs, got raw_logprobs$"):
+        check(plain, shape(), "bfloat16", logprobs_mode="raw_logprobs")
+    with pytest.raises(PlanRefusedError, match=r": dtype must be bfloat16, got float32; head_dtype must be"):
+        check(plain, shape())

@@ -259,6 +259,9 @@ def test_the_script_starts_the_same_server(model: ServedModel, tmp_path: Path) -
     expected = options(server_command(VllmConfig(max_num_seqs=9), model, 4711))
     del expected["--seed"]
     assert options(arguments) == expected
+    exact = serve_by_hand(tmp_path, str(tmp_path), "4711", FP32_LM_HEAD="1").stdout.splitlines()[:-2]
+    served = dataclasses.replace(model, fp32_lm_head=True)
+    assert options(exact)["--hf-overrides"] == options(server_command(CONFIG, served, 1))["--hf-overrides"]
     for several in (["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"], ["-tp", "2"], ["-tp=2"]):
         assert serve_by_hand(tmp_path, str(tmp_path), *several).stdout.splitlines()[-2] == "nobind"
 
@@ -272,6 +275,7 @@ def test_the_script_names_what_is_wrong(tmp_path: Path, model: ServedModel) -> N
         ([folder, "--host", "0.0.0.0"], {}, "host and port are HOST and the second argument, got --host"),
         ([folder, "--host=::"], {}, "got --host=::"),
         ([folder, "--port", "80"], {}, "got --port"),
+        ([folder], {"FP32_LM_HEAD": "yes"}, "FP32_LM_HEAD must be 0 or 1, got yes"),
         ([folder], {"HOST": "0.0.0.0"}, "HOST must be a loopback address where VLLM_API_KEY is not set, got 0.0.0.0"),
     ):
         refused = serve_by_hand(tmp_path, *args, **env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ from megatron_replay.engines.vllm_options import PINNED_VLLM, ServedModel
 from megatron_replay.engines.vllm_server import VllmServerEngine, server_devices
 from megatron_replay.rollout import Completion, Prompt
 from megatron_replay.weight_sync import sender as sender_module
+from megatron_replay.weight_sync import transfer_plan
 from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.hf_mapping import megatron_names, to_megatron
 from megatron_replay.weight_sync.model_shape import ModelShape
@@ -175,7 +177,7 @@ class TestServer:
         assert found["engine/aborted"] + found["engine/wrong_version"] > 0 and found["engine/retried"] > 0
 
     def test_another_model_is_refused_and_the_engine_goes_on(
-        self, server: VllmServerEngine, models: dict[str, Path]
+        self, server: VllmServerEngine, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         policy = FolderPolicy(models["m1"])
         server.load_weights(policy, 20)
@@ -192,6 +194,17 @@ class TestServer:
             server._sender = None
             with pytest.raises(PlanRefusedError, match=words):
                 server.load_weights(bad, 21)
+        for other, mode, words in (
+            ({"rope_theta": 5e5}, "processed_logprobs", r"rope_theta must be 500000\.0, got 10000\.0"),
+            ({"rms_norm_eps": 1e-3}, "processed_logprobs", r"rms_norm_eps must be 0\.001, got 1e-06"),
+            ({}, "raw_logprobs", r"logprobs_mode must be raw_logprobs, got processed_logprobs"),
+        ):
+            server._sender = None
+            with monkeypatch.context() as patch:
+                patch.setattr(transfer_plan, "LOGPROBS_MODE", mode)
+                patch.setattr(server, "shape", dataclasses.replace(server.shape, **other))
+                with pytest.raises(PlanRefusedError, match=f"the engine's model is not the trainer's: {words}"):
+                    server.load_weights(policy, 21)
         # an engine that took its part of a push that failed elsewhere is still good for the next one
         other = KeepingEngine(ModelShape.from_folder(models["m1"]), answers={"update": RuntimeError("no room")})
         both = WeightSender(
@@ -351,7 +364,11 @@ def test_an_engine_that_gets_its_own_weights_back_answers_as_before(
             policy = FolderPolicy(models[name])
             held = {n: x.to(getattr(torch, dtype)) for n, x in policy.parameters.items()}
             weights = ShardedWeights(shape, shape.padded_vocab_size(8, 1), held)
-            sender = WeightSender(weights, transport="shared-memory", bucket_bytes=99_999, device=CPU, timeout=60)
+            push = {"transport": "shared-memory", "bucket_bytes": 99_999, "device": CPU, "timeout": 60}
+            if dtype == "bfloat16":
+                with pytest.raises(PlanRefusedError, match=r"head_dtype must be float32, got bfloat16"):
+                    WeightSender(weights, **push, fp32_lm_head=True).connect([child])
+            sender = WeightSender(weights, **push)
             sender.connect([child])
             sender.push(version)
             sender.close()

@@ -107,10 +107,10 @@ def test_a_failure_anywhere_is_raised_and_the_engine_stays_paused(answers: dict,
 def test_another_model_is_refused_before_a_byte_is_sent() -> None:
     sender = make()
     wrong = [
-        (KeepingEngine(dataclasses.replace(shape(), ffn_size=64)), "linear_fc1.weight is [96, 32] in the trainer"),
-        (KeepingEngine(shape(), dtype="bfloat16"), "is float32 in the trainer and bfloat16 in the engine"),
-        (KeepingEngine(shape(tied=True)), "embed_tokens.weight twice"),
-        (KeepingEngine(dataclasses.replace(shape(), num_layers=3)), "and 10 more are missing"),
+        (KeepingEngine(dataclasses.replace(shape(), ffn_size=64)), "ffn_size must be 48, got 64"),
+        (KeepingEngine(shape(), dtype="bfloat16"), "dtype must be float32, got bfloat16"),
+        (KeepingEngine(shape(tied=True)), "tied_embeddings must be False, got True"),
+        (KeepingEngine(dataclasses.replace(shape(), num_layers=3)), "num_layers must be 2, got 3"),
     ]
     for engine, words in wrong:
         with pytest.raises(PlanRefusedError, match=re.escape(words)):

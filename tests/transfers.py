@@ -12,7 +12,7 @@ from megatron_replay.weight_sync.hf_mapping import find_rule, megatron_names, me
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
-from megatron_replay.weight_sync.transfer_plan import TransferPlan
+from megatron_replay.weight_sync.transfer_plan import LOGPROBS_MODE, TransferPlan
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -97,7 +97,7 @@ class KeepingEngine:
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None:
         plan = TransferPlan.from_json(info["plan"])
-        plan.check(self.of, self.dtype)
+        plan.check(self.of, self.dtype, self.dtype, LOGPROBS_MODE)
         if "addresses" not in info:
             return
         self._say("init")

@@ -174,6 +174,7 @@ class VllmEngine:
                     bucket_bytes=self.config.bucket_mib << 20,
                     device=self.ranks.device,
                     timeout=self.config.sync_timeout,
+                    fp32_lm_head=self.model.fp32_lm_head,
                 )
             if new or not connected:
                 self._sender.connect(self.controls() if self.ranks.leads else (), host)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_replay.config import VllmConfig
+from megatron_replay.weight_sync.transfer_plan import LOGPROBS_MODE
 
 # the weight-transfer interface changes between minor versions
 PINNED_VLLM = "0.32"
@@ -48,8 +49,7 @@ def engine_options(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
         "load_format": model.load_format,
         # the model's generation_config.json would bring stops and sampling defaults of its own
         "generation_config": "vllm",
-        # behavior log-probs are those of the distribution that was sampled, temperature included
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": LOGPROBS_MODE,
         # token ids in and out: text never passes
         "skip_tokenizer_init": True,
         "disable_log_stats": True,

@@ -70,7 +70,8 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._kept():
             self.shutdown()
             plan, parallel = TransferPlan.from_json(info.plan), self.parallel_config
-            plan.check(self._shape, str(self.model_config.dtype).removeprefix("torch."))
+            model = self.model_config
+            plan.check(self._shape, _name(model.dtype), _name(model.head_dtype), model.logprobs_mode)
             if not info.addresses:
                 return
             self._receiver = WeightReceiver(
@@ -142,6 +143,10 @@ class MegatronReplayTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def reads_packed_weights(model: torch.nn.Module) -> bool:

@@ -32,19 +32,26 @@ class SyncReport:
 
 class WeightSender:
     """One replica's end of every push. All ranks of `weights.replica` call every method together; its first rank
-    drives the engines.
+    drives the engines. `fp32_lm_head`: the trainer's logits are float32 whatever the weights are.
 
     A push that fails anywhere raises WeightSyncError on every rank and leaves the engines paused: they hold a mixture.
     `connect` to engines that are alive and push again; a whole push makes any of them good.
     """
 
     def __init__(
-        self, weights: ShardedWeights, *, transport: str, bucket_bytes: int, device: torch.device, timeout: float
+        self,
+        weights: ShardedWeights,
+        *,
+        transport: str,
+        bucket_bytes: int,
+        device: torch.device,
+        timeout: float,
+        fp32_lm_head: bool = False,
     ) -> None:
         self.weights, self.transport, self.device, self.timeout = weights, transport, device, timeout
         self.rank = 0 if weights.replica is None else dist.get_rank(weights.replica)
         held = self._exchange(local_entries(weights, self.rank))
-        self.plan: TransferPlan = make_plan(held, weights.padded_vocab, bucket_bytes)
+        self.plan: TransferPlan = make_plan(held, weights.shape, weights.padded_vocab, bucket_bytes, fp32_lm_head)
         self._engines: Sequence[EngineControl] = ()
         self._channel: Sender | None = None
 

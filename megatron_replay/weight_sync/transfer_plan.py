@@ -23,6 +23,8 @@ from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 
 ALIGNMENT = 16  # bytes; a parameter begins where any dtype may
+# behavior log-probs are those of the distribution that was sampled, temperature included
+LOGPROBS_MODE = "processed_logprobs"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class TransferPlan:
     buckets: tuple[Bucket, ...]
     padded_vocab: int
     senders: int
+    model: dict[str, Any]  # `described`, of the trainer's
 
     @property
     def nbytes(self) -> int:
@@ -89,10 +92,14 @@ class TransferPlan:
             )
             for bucket in value["buckets"]
         )
-        return cls(buckets, value["padded_vocab"], value["senders"])
+        return cls(buckets, value["padded_vocab"], value["senders"], value["model"])
 
-    def check(self, shape: ModelShape, dtype: str) -> None:
-        """Raise PlanRefusedError unless the plan holds every tensor of this model once, in its shape and `dtype`."""
+    def check(self, shape: ModelShape, dtype: str, head_dtype: str, logprobs_mode: str) -> None:
+        """Raise PlanRefusedError unless the engine's model is the trainer's, and the plan holds every tensor of it
+        once, in its shape and `dtype`."""
+        here = described(shape, dtype, head_dtype, logprobs_mode)
+        if other := [f"{n} must be {x}, got {here.get(n)}" for n, x in self.model.items() if here.get(n) != x]:
+            raise PlanRefusedError(f"the engine's model is not the trainer's: {'; '.join(other)}")
         missing = hf_names(shape)
         for entry in (e for bucket in self.buckets for e in bucket.entries):
             try:
@@ -114,12 +121,28 @@ class TransferPlan:
             raise PlanRefusedError(f"the trainer sends no {min(missing)}, and {len(missing) - 1} more are missing")
 
 
-def make_plan(held: Sequence[Sequence[Entry]], padded_vocab: int, bucket_bytes: int) -> TransferPlan:
+def described(shape: ModelShape, dtype: str, head_dtype: str, logprobs_mode: str) -> dict[str, Any]:
+    """What the log-probs of a model follow from beside its weights. Equal weights in equal shapes are not enough: RoPE,
+    norms and heads may differ."""
+    sizes = {name: value for name, value in asdict(shape).items() if name != "max_positions"}
+    return sizes | {"dtype": dtype, "head_dtype": head_dtype, "logprobs_mode": logprobs_mode}
+
+
+def make_plan(
+    held: Sequence[Sequence[Entry]],
+    shape: ModelShape,
+    padded_vocab: int,
+    bucket_bytes: int,
+    fp32_lm_head: bool = False,
+) -> TransferPlan:
     """The plan of all senders; held[s] are the entries of sender s (`local_entries`), each naming its holders."""
     first: dict[str, Entry] = {}
     for entry in itertools.chain.from_iterable(held):
         first.setdefault(entry.name, entry)
-    return TransferPlan(tuple(_fill(list(first.values()), bucket_bytes)), padded_vocab, len(held))
+    entries = list(first.values())
+    dtype = entries[0].dtype
+    model = described(shape, dtype, "float32" if fp32_lm_head else dtype, LOGPROBS_MODE)
+    return TransferPlan(tuple(_fill(entries, bucket_bytes)), padded_vocab, len(held), model)
 
 
 def local_entries(weights: ShardedWeights, sender: int) -> list[Entry]:
