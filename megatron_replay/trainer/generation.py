@@ -213,6 +213,16 @@ class ShardedLogitsWrapper(GPTInferenceWrapper):
     """Megatron's inference wrapper, returning the last position's logits shard [B, Vp] instead of a full gather."""
 
     logits_dtype: torch.dtype | None = None
+    _logits: Tensor | None = None  # of the last stage's last pass
+
+    def forward_pass_with_pipeline_parallel(
+        self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None
+    ) -> Tensor | None:
+        """Logits of `logits_dtype` on the last stage, None on others."""
+        super().forward_pass_with_pipeline_parallel(inference_input, recv_buffer_seq_len)
+        # Megatron returns them in the dtype of the weights
+        logits, self._logits = self._logits, None
+        return logits
 
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
         out: Tensor = self.model(
@@ -229,7 +239,8 @@ class ShardedLogitsWrapper(GPTInferenceWrapper):
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
     ) -> Tensor:
         weight = head_weight(output_layer, output_weight)
-        return head_logits(hidden_states[-1], weight, self.logits_dtype or weight.dtype)
+        self._logits = head_logits(hidden_states[-1], weight, self.logits_dtype or weight.dtype)
+        return self._logits
 
 
 @contextmanager

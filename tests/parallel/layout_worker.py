@@ -166,7 +166,31 @@ def run(name: str, folder: Path, recording: Path) -> dict[str, Any]:
     if not recording.exists():
         recording.write_text(json.dumps([asdict(c) for c in {c.uid: c for c in own.kept}.values()]))
     gap = labels_gap(policy) if groups.pipeline_size == 1 else None
-    return {"rows": rows, "sampled": gather_samples(groups, sampled), "labels_gap": gap}
+    results = {"rows": rows, "sampled": gather_samples(groups, sampled), "labels_gap": gap}
+    if groups.tensor_size == groups.data_size == 1:
+        results["bf16_head"] = bf16_samples(folder, shape, groups, None)
+        results["fp32_head"] = bf16_samples(folder, shape, groups, torch.float32)
+    return results
+
+
+def bf16_samples(
+    folder: Path, shape: ModelShape, groups: ParallelGroups, logits_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Sampled with bfloat16 weights and logits of `logits_dtype`."""
+    options = ModelOptions(dtype=torch.bfloat16, make_vocab_size_divisible_by=8)
+    model = build_model(shape, options, groups, SEQ_LENGTH)
+    load_hf_weights(model, folder, shape, groups)
+    sampler = ModelSampler(
+        model,
+        groups,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=SEQ_LENGTH,
+        batch_size=7,
+        logits_dtype=logits_dtype,
+    )
+    engine = EmbeddedEngine(sampler, SAMPLING, EOS)
+    engine.weight_version = 0
+    return gather_samples(groups, engine.generate(FixedPrompts(shape.vocab_size).take(PROMPTS), GROUP))
 
 
 @torch.no_grad()

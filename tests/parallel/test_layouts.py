@@ -67,6 +67,17 @@ def test_layout_samples_what_one_rank_samples(results: dict[str, Any], world: in
         assert got[uid][1] == pytest.approx(logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["pp2", "pp4"])
+def test_a_pipeline_samples_from_the_float32_logits_of_bf16_weights(results: dict[str, Any], name: str) -> None:
+    """Stages compute what one rank computes, bit for bit; logits of bfloat16 give other log-probs by far."""
+    one, got = results["tp1"], results[name]
+    assert got["bf16_head"] == one["bf16_head"]
+    assert got["fp32_head"] == one["fp32_head"]
+    # of the first token of a rollout, before the two may draw other ones
+    gaps = [abs(exact[1][0] - one["bf16_head"][uid][1][0]) for uid, exact in one["fp32_head"].items()]
+    assert max(gaps) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["tp1", "tp2", "tp2-sp", "dp2", "tp2-dp2"])
 def test_logprobs_equal_the_labels_path_of_megatron(results: dict[str, Any], name: str) -> None:
     assert results[name]["labels_gap"] < 1e-5
