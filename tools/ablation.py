@@ -115,7 +115,7 @@ def study(records: list, tried: list, arms: Sequence[Arm]) -> dict:
     rows = []
     for metric in METRICS:
         family = [
-            paired(records, a, b, metric) | {"equal": basis, "cost_ratio": cost_ratio(records, a, b, COSTS[basis])}
+            paired(records, a, b, metric) | {"equal": basis, "cost_ratio": cost_ratio(records, a, b, COSTS.get(basis))}
             for basis, pairs in COMPARISONS.items()
             for a, b in pairs
             if a in names and b in names

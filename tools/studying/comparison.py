@@ -68,8 +68,10 @@ def paired(records: Sequence[Record], a: str, b: str, metric: str) -> dict[str, 
             "ci95": interval(differences), "p": p}  # fmt: skip
 
 
-def cost_ratio(records: Sequence[Record], a: str, b: str, cost: str) -> float:
-    """What a run of a cost for each that a run of b cost, of their means over the seeds."""
+def cost_ratio(records: Sequence[Record], a: str, b: str, cost: str | None) -> float | None:
+    """Cost of a run of a over that of a run of b, of their means over the seeds; None where it is not counted."""
+    if cost is None:
+        return None
     of = {arm: mean(r[cost] for r in records if r["settings"]["arm"] == arm) for arm in (a, b)}
     return of[a] / of[b]
 

@@ -14,6 +14,8 @@ def markdown(found: dict[str, Any]) -> str:
     for basis in dict.fromkeys(row["equal"] for row in found["paired"]):
         tables.append(f"At equal {basis}:")
         tables.append(pairs_table([row for row in found["paired"] if row["equal"] == basis], basis))
+    if replaying := [arm for arm in found["arms"] if arm["replay"].get("ess") is not None]:
+        tables += ["Replayed rollouts, mean of the steps:", replay_table(replaying)]
     for arm in found["arms"]:
         if arm["name"] == OURS and arm["ages"]:
             tables += [f"Trained tokens of {OURS} by age, mean of the updates:", ages_table(arm["ages"])]
@@ -38,16 +40,25 @@ def arms_table(arms: list[dict[str, Any]]) -> str:
 
 
 def pairs_table(rows: list[dict[str, Any]], basis: str) -> str:
-    """`basis` is what is equal: the last column shows how equal it is."""
-    lines = [
-        f"| a - b | accuracy | 95 % | p, Holm | pass@8 | 95 % | p, Holm | {basis}, a / b |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """`basis` is what is equal: where it is counted, the last column shows how equal it is."""
+    counted = rows[0]["cost_ratio"] is not None
+    heads = ["a - b", *("accuracy", "95 %", "p, Holm"), *("pass@8", "95 %", "p, Holm"), *[f"{basis}, a / b"] * counted]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     pairs = dict.fromkeys((row["a"], row["b"]) for row in rows)
     for pair in pairs:
         of = {row["metric"]: row for row in rows if (row["a"], row["b"]) == pair}
         cells = [cell for metric in ("accuracy", "pass_at_8") for cell in difference(of[metric])]
-        lines.append(f"| {' - '.join(pair)} | {' | '.join(cells)} | {of['accuracy']['cost_ratio']:.2f} |")
+        ratio = [f"{of['accuracy']['cost_ratio']:.2f}"] if counted else []
+        lines.append(f"| {' | '.join([' - '.join(pair), *cells, *ratio])} |")
+    return "\n".join(lines)
+
+
+def replay_table(arms: list[dict[str, Any]]) -> str:
+    lines = ["| arm | accuracy | age, steps | clipped | effective sample size |", "|---|---|---|---|---|"]
+    for arm in arms:
+        of, accuracy = arm["replay"], mean(arm["accuracy"])
+        cells = f"{of['age_mean']:.1f} | {of['clip_fraction']:.3f} | {of['ess']:.3f}"
+        lines.append(f"| {arm['name']} | {accuracy:.3f} | {cells} |")
     return "\n".join(lines)
 
 
