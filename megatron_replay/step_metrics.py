@@ -70,14 +70,17 @@ def step_metrics(
 def draw_metrics(draw: Draw, step: int, group: DataParallelGroup) -> dict[str, float | str]:
     """Size, ages and identity of one draw. `draw_hash` does not depend on the layout or the order of the draw."""
     age = (step - draw.batch.birth_step[draw.fresh :]).double()
-    total = float(group.sum(age.sum().reshape(1)))
+    # of prompt and response, as `replay/stored_length_mean` is
+    length = draw.batch.lengths[draw.fresh :].double()
+    total_age, total_length = group.sum(torch.stack([age.sum(), length.sum()])).tolist()
     oldest = int(group.max(torch.tensor([int(age.max()) if len(age) else 0])))
     size = draw.uids.numel()
     return {
         "replay/draw_size": float(size),
         "replay/draw_requested": float(draw.requested),
         "replay/moved": float(draw.moved),
-        "replay/age_mean": total / max(1, size),
+        "replay/age_mean": total_age / max(1, size),
         "replay/age_max": float(oldest),
+        "replay/drawn_length_mean": total_length / max(1, size),
         "replay/draw_hash": hashlib.sha256(draw.uids.sort().values.numpy().tobytes()).hexdigest()[:16],
     }

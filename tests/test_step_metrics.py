@@ -11,6 +11,7 @@ from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.replay_buffer import Draw
 from megatron_replay.rollout import RolloutBatch
 from megatron_replay.step_metrics import draw_metrics, step_metrics
+from tests.buffers import buffer
 from tests.rollouts import batch
 from tests.shards import run_ranks
 
@@ -41,6 +42,25 @@ def test_an_empty_draw_has_no_age() -> None:
     for fresh in (0, 3):
         m = draw_metrics(Draw(part([], fresh), none, requested=0, fresh=fresh), 7, DataParallelGroup())
         assert (m["replay/draw_size"], m["replay/age_mean"], m["replay/age_max"], m["replay/moved"]) == (0, 0, 0, 0)
+        assert m["replay/drawn_length_mean"] == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_priority_that_prefers_short_rollouts_shows_in_the_length_of_what_is_drawn(ranks: int) -> None:
+    """Prompts of 2 and responses of 1 .. 8 tokens, |A| = 1 / response, alpha so high that the shorter half is drawn.
+    Fresh rollouts beside the draw do not count, prompts do."""
+
+    def body(group: DataParallelGroup) -> tuple[dict[str, Any], list[int]]:
+        mine = torch.arange(group.rank, 8, ranks)
+        stored = batch([(2, n) for n in range(1, 9)], birth_step=0).select(mine)
+        b = buffer(group=group, priority_alpha=50.0, warmup_steps=0)
+        b.push(stored.replace(advantage=1 / stored.response_lengths.float()))
+        draw = b.draw(4, 1, batch([(9, 9)] * 2, birth_step=1, first_counter=100 + 10 * group.rank))
+        return b.metrics(1) | draw_metrics(draw, 1, group), draw.uids.tolist()
+
+    for m, uids in run_ranks(ranks, body):
+        assert sorted(uids) == [0, 1, 2, 3]
+        assert m["replay/drawn_length_mean"] == 2 + 2.5 < m["replay/stored_length_mean"] == 2 + 4.5
 
 
 def test_the_hash_names_the_set_that_was_drawn() -> None:

@@ -86,8 +86,12 @@ BUFFER = (
         "rollouts since the start",
     ),
     Panel(
-        "Length of stored and of evicted rollouts",
-        (("replay/stored_length_mean", "stored"), ("replay/evicted_length_mean", "evicted last")),
+        "Length of stored, drawn and evicted rollouts",
+        (
+            ("replay/stored_length_mean", "stored"),
+            ("replay/drawn_length_mean", "drawn"),
+            ("replay/evicted_length_mean", "evicted last"),
+        ),
         "tokens, mean",
     ),
     Panel("Priority", (("replay/priority_mean", "mean weight of the stored"),)),

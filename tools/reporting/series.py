@@ -22,6 +22,7 @@ OF_ROLLOUTS = frozenset(
 ABOUT = {
     "replay/age_mean": "replay/draw_size",
     "replay/age_max": "replay/draw_size",
+    "replay/drawn_length_mean": "replay/draw_size",
     "replay/priority_mean": "replay/size",
     "replay/stored_age_mean": "replay/size",
     "replay/stored_length_mean": "replay/size",
