@@ -41,7 +41,7 @@ from megatron_replay.run.launcher import end_with_launcher
 from megatron_replay.run.parts import build_graders, build_policy, heldout_accuracy, make_engine, rollout_watch, task_of
 from megatron_replay.tasks.prompts import PromptSource
 from megatron_replay.tasks.reward import Reward
-from megatron_replay.telemetry import PhaseTimer, RunLog
+from megatron_replay.telemetry import PhaseTimer, RunLog, accuracy_text
 from megatron_replay.tokenizer import build_tokenizer
 from megatron_replay.trainer import checkpoint
 from megatron_replay.trainer.hf_checkpoint import checkpoint_identity, save_hf
@@ -103,6 +103,8 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     check(args, shape, tokenizer, groups.device, groups.data_size)
     policy = build_policy(args, config, shape, groups)
     if args.rl_train_batch:
+        # the folder that shows it is there already
+        policy.nonfinite = None
         metrics = policy.train(*load_batch(args.rl_train_batch, groups))
         if first:
             print("\n".join(f"{name} {value:g}" for name, value in metrics.items()))
@@ -236,7 +238,9 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     }
     if accuracy_after is not None:
         log.scalars(config.train_iters, {"heldout_accuracy": accuracy_after})
-        log.say(f"held-out accuracy: {summary['accuracy_before']:.3f} before, {accuracy_after:.3f} after training")
+    before = summary["accuracy_before"]
+    if before is not None or accuracy_after is not None:
+        log.say(f"held-out accuracy: {accuracy_text(before)} before, {accuracy_text(accuracy_after)} after training")
     if args.save_hf:
         save_hf(args.save_hf, unwrap(policy.model), shape, groups, base=args.load_hf)
     log.say(f"{summary['updates']} updates in {summary['seconds']:.0f} s; see {args.run_dir}/curves.png")

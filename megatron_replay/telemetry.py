@@ -188,6 +188,11 @@ def progress_text(metrics: dict[str, Any]) -> str:
     return f"reward {metrics['reward_mean']:.3f}, replay {share:.0%}, age {age:.1f}, seconds: {seconds}"
 
 
+def accuracy_text(value: float | None) -> str:
+    """A held-out accuracy; there is none where nothing was evaluated, or nothing could be judged."""
+    return "none" if value is None else f"{value:.3f}"
+
+
 def draw_curves(rows: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
     """Six small plots over the steps: reward, loss and gradient norm, ages, ratios, clipping, time."""
     import matplotlib
@@ -218,13 +223,13 @@ def draw_curves(rows: list[dict[str, Any]], summary: dict[str, Any], path: Path)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     accuracy = ""
-    if summary["accuracy_before"] is not None:
-        ends = [summary["accuracy_before"], summary["accuracy_after"]]
-        axes[0, 0].scatter(
-            [0, max((r["step"] for r in rows), default=0)], ends, color="black", zorder=3, label="held out"
-        )
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    last = max((r["step"] for r in rows), default=0)
+    ends = [(step, value) for step, value in ((0, before), (last, after)) if value is not None]
+    if ends:
+        axes[0, 0].scatter(*zip(*ends, strict=True), color="black", zorder=3, label="held out")
         axes[0, 0].legend(fontsize=8)
-        accuracy = f"held-out accuracy {ends[0]:.3f} -> {ends[1]:.3f}, "
+        accuracy = f"held-out accuracy {accuracy_text(before)} -> {accuracy_text(after)}, "
     figure.suptitle(
         f"{accuracy}{summary['fresh_rollouts']} fresh and "
         f"{summary['replayed_rollouts']} replayed rollouts, TP{summary['tensor_parallel']} "

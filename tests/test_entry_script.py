@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -20,10 +21,12 @@ from megatron_replay.telemetry import read_metrics
 from megatron_replay.weight_sync.model_shape import ModelShape
 from tests.launch import EXAMPLE, ROOT, command, environment, torchrun
 from tests.preloaded import preloaded, preloaded_failure
+from tests.rollouts import batch
 
 from tests.single_rank import groups  # isort: skip - before the trainer, which it prepares for a CPU
 
 from megatron_replay.run.parts import build_policy  # isort: skip
+from megatron_replay.trainer.nonfinite import NonfiniteUpdates, NonfiniteUpdatesError  # isort: skip
 
 pytestmark = pytest.mark.slow
 FLAGS = ROOT / "examples" / "quickstart" / "flags.txt"
@@ -231,6 +234,43 @@ def test_a_checkpoint_at_the_end_of_an_epoch_resumes_in_the_next(tmp_path: Path)
     assert comparable(read_metrics(resumed)) == comparable(read_metrics(whole)[2:])
     summary = json.loads((resumed / "summary.json").read_text())
     assert summary["accuracy_before"] is None and summary["fresh_rollouts"] == 4 * 32
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 16), (16, 0)])
+def test_a_run_may_be_evaluated_at_one_of_its_ends_alone(tmp_path: Path, first: int, then: int) -> None:
+    """Started without an evaluation and resumed with one, and the other way round."""
+    alone = ("--tensor-model-parallel-size", 1, "--eval-prompts")
+    run_dir = tmp_path / "run"
+    preloaded(1, *flags(run_dir, *alone, first, "--train-iters", 2))
+    more = ("--train-iters", 3, "--load", run_dir / "checkpoints", "--save-hf", tmp_path / "hf")
+    said = preloaded(1, *flags(run_dir, *alone, then, *more))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    known = {name for name in ("accuracy_before", "accuracy_after") if summary[name] is not None}
+    assert known == ({"accuracy_after"} if then else {"accuracy_before"})
+    assert re.search(
+        r"held-out accuracy: " + (r"none before, 0\.\d+ after" if then else r"0\.\d+ before, none after"), said
+    )
+    assert (run_dir / "curves.png").stat().st_size > 10_000 and (tmp_path / "hf" / "config.json").exists()
+
+
+def test_an_update_that_is_repeated_leaves_its_folder_as_it_is(tmp_path: Path) -> None:
+    """Also where one such update ends a run."""
+    good = batch([(3, 4), (2, 6)])
+    # the model of the quickstart has fewer tokens
+    bad = good.replace(tokens=good.tokens % 8, advantage=good.advantage * float("nan"))
+    dump = NonfiniteUpdates(1, tmp_path / "nonfinite", lambda to: shutil.copytree(FLAGS.parent / "model", to))
+    with pytest.raises(NonfiniteUpdatesError):
+        dump.observe(False, bad, 3, groups())
+    left = tmp_path / "nonfinite" / "step_0000003"
+    before = files(left)
+    again = ("--load-hf", left / "model", "--rl-train-batch", left, "--rl-max-nonfinite-updates", 1)
+    said = preloaded(1, *flags(tmp_path, "--tensor-model-parallel-size", 1, *again))
+    assert "update_nonfinite 1\n" in said
+    assert files(left) == before
+
+
+def files(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {x: (x.stat().st_ino, x.stat().st_mtime_ns) for x in folder.rglob("*")}
 
 
 def test_the_policy_has_a_bucket_for_every_age_that_is_drawn(tmp_path: Path) -> None:

@@ -93,6 +93,24 @@ def test_the_last_that_is_borne_leaves_what_shows_it_again(folder: Path, tmp_pat
     assert again.train(found, step)["update_nonfinite"] == 1.0
 
 
+def test_a_folder_that_is_written_again_may_hold_the_model_that_trains(folder: Path, tmp_path: Path) -> None:
+    """As when the update in it is repeated with a limit of one."""
+    shape, at = ModelShape.from_folder(folder), tmp_path / "step_0000007"
+
+    def update(base: Path, seed: int) -> None:
+        p = policy(base)
+        p.nonfinite = NonfiniteUpdates(1, tmp_path, lambda to: save_hf(to, unwrap(p.model), shape, groups(), base=base))
+        with pytest.raises(NonfiniteUpdatesError):
+            p.train(spoiled(float("nan"), seed=seed), 7)
+
+    update(folder, 1)
+    kept = {x.relative_to(at): x.read_bytes() for x in at.rglob("*") if x.is_file() and "batch" not in x.name}
+    (at / "left over").touch()
+    update(at / "model", 2)
+    assert {x.relative_to(at): x.read_bytes() for x in at.rglob("*") if x.is_file() and "batch" not in x.name} == kept
+    assert same(load_batch(at, groups())[0], spoiled(float("nan"), seed=2)) and list(tmp_path.iterdir()) == [at]
+
+
 def same(a: RolloutBatch, b: RolloutBatch) -> bool:
     return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(vars(b)[name])) for name, x in vars(a).items())
 

@@ -103,9 +103,36 @@ def test_progress_shows_reward_replay_age_and_phases() -> None:
     assert text == "reward 0.250, replay 33%, age 3.0, seconds: train 0.50"
 
 
-@pytest.mark.parametrize("accuracy", [0.5, None])
-def test_curves_are_drawn_with_and_without_accuracy(tmp_path: Path, accuracy: float | None) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "title", "points"),
+    [
+        (0.125, 0.5, "held-out accuracy 0.125 -> 0.500, 10 fresh", [[0, 0.125], [3, 0.5]]),
+        (None, 0.5, "held-out accuracy none -> 0.500, 10 fresh", [[3, 0.5]]),
+        (0.125, None, "held-out accuracy 0.125 -> none, 10 fresh", [[0, 0.125]]),
+        (None, None, "10 fresh", []),
+    ],
+)
+def test_curves_are_drawn_with_and_without_accuracy(
+    tmp_path: Path,
+    before: float | None,
+    after: float | None,
+    title: str,
+    points: list[list[float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
     rows = [METRICS | {"step": s} for s in range(4)]
-    draw_curves(rows, SUMMARY | {"accuracy_before": accuracy, "accuracy_after": accuracy}, tmp_path / "curves.png")
+    draw_curves(rows, SUMMARY | {"accuracy_before": before, "accuracy_after": after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert drawn[0].get_suptitle().startswith(title)
+    found = [xy for collection in drawn[0].axes[0].collections for xy in collection.get_offsets().tolist()]
+    assert found == points
+
+
+def test_curves_are_drawn_without_a_row(tmp_path: Path) -> None:
     draw_curves([], SUMMARY, tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").exists()

@@ -42,14 +42,21 @@ class NonfiniteUpdates:
         if self.in_a_row < self.limit:
             return
         left = self.folder / f"step_{step:07d}"
+        # beside its place: save_model may read what an earlier run left there
+        partial = left.with_suffix(".partial")
         if dist.get_rank() == 0:
-            shutil.rmtree(left, ignore_errors=True)
-            left.mkdir(parents=True)
-            (left / STEP_FILE).write_text(json.dumps({"step": step, "data_parallel": groups.data_size}))
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            (partial / STEP_FILE).write_text(json.dumps({"step": step, "data_parallel": groups.data_size}))
         dist.barrier()
         if groups.writes_shard:
-            save_file(_tensors(batch), left / SHARDS.format(groups.data_rank, groups.data_size))
-        self.save_model(left / "model")
+            save_file(_tensors(batch), partial / SHARDS.format(groups.data_rank, groups.data_size))
+        self.save_model(partial / "model")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(left, ignore_errors=True)
+            partial.rename(left)
+        dist.barrier()
         raise NonfiniteUpdatesError(
             f"{self.limit} updates in a row (--rl-max-nonfinite-updates) had a NaN or an infinity in loss or gradient, "
             f"the last in step {step}. None was applied. See it again with --load-hf {left / 'model'} "
