@@ -170,7 +170,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--exit-duration-in-mins",
         type=float,
         default=0.0,
-        help="save and end after the step in which these minutes are over; 0: no limit. SIGTERM and SIGUSR1 do so too",
+        help="save and end after the step in which these minutes are over; 0: no limit. SIGTERM does so too, and SIGUSR1 "
+        "where torchrun passes it on (--signals-to-handle)",
     )
     run.add_argument("--save-hf", help="folder for the trained model as a Hugging Face checkpoint; must not exist")
     run.add_argument(

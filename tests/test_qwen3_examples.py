@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 from megatron_replay.arguments import grpo_config, model_options, optimizer_options, parse_args
 from megatron_replay.weight_sync.model_shape import ModelShape
 from tests.hf_configs import QWEN3_06B
-from tests.launch import ROOT
+from tests.launch import ROOT, command, environment
 
 FOLDER = ROOT / "examples" / "qwen3"
 SINGLE, SLURM = FOLDER / "run_single_node.sh", FOLDER / "slurm.sh"
@@ -152,6 +154,44 @@ def test_without_dry_the_script_becomes_the_command(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     # the same process: what ends the script ends the launcher
     assert (process.returncode, said) == (5, f"{process.pid} 1 3 {ROOT} {7 + len(FILES)}\n")
+
+
+RANK = """
+import os, signal, sys, time
+heard = []
+signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+mine = os.path.join(sys.argv[1], os.environ["RANK"])
+open(mine + ".ready", "w").close()
+deadline = time.monotonic() + 200
+while not heard and time.monotonic() < deadline:
+    time.sleep(0.05)
+# what a save takes; a launcher that is gone would end it here
+time.sleep(1)
+open(mine + ".saved", "w").write(str(heard))
+"""
+
+
+@pytest.mark.parametrize("theirs", ["", "SIGTERM,SIGUSR1"])
+def test_torchrun_passes_sigusr1_on_and_waits(tmp_path: Path, theirs: str) -> None:
+    """The installed torchrun, in the environment that the script gives it, with two ranks that save."""
+    (tmp_path / "rank.py").write_text(RANK)
+    python = tmp_path / "python"
+    words = command(2, tmp_path / "rank.py", tmp_path)
+    python.write_text(f"#!/bin/sh\nexec {shlex.join(words)}\n")
+    python.chmod(0o755)
+    env = environment() | {"PYTHON": str(python)} | ({"PET_SIGNALS_TO_HANDLE": theirs} if theirs else {})
+    process = subprocess.Popen([SINGLE, "4b", *FILES], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 200
+        while len(list(tmp_path.glob("*.ready"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        process.wait(200)
+    finally:
+        process.kill()
+    saved = {x.name: x.read_text() for x in tmp_path.glob("*.saved")}
+    assert saved == dict.fromkeys(("0.saved", "1.saved"), str([int(signal.SIGUSR1)]))
 
 
 def test_several_nodes_meet_at_the_first(slurm: dict[str, str], tmp_path: Path) -> None:

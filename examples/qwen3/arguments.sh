@@ -50,3 +50,5 @@ run_or_print() {
 # megatron-core lets tensor-parallel communication and GEMMs overlap by their order in one queue
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# torchrun's --signals-to-handle: what it passes on to the ranks. Without SIGUSR1 there it dies of one, and they with it
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"

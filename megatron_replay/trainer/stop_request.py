@@ -18,6 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """SIGTERM or SIGUSR1 on any rank, or `minutes` since the start (0: no limit), asks all ranks to stop.
 
+    torchrun passes SIGTERM on to its ranks; of SIGUSR1 it dies, unless its --signals-to-handle names it.
     A second signal ends the process at once. A signal because another rank died (torchrun sends it to the rest) ends it
     as well: that step would never be finished.
     """
