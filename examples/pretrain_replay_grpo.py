@@ -127,7 +127,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     )
     if first and (said := prompts.report()):
         print(said, flush=True)
-    graders = build_graders(args, groups)
+    graders = build_graders(args, groups, [task])
     reward = Reward(task, tokenizer, graders)
     engine = make_engine(args, config, policy, shape, tokenizer)
     evaluate = heldout_accuracy(args, engine, tokenizer, policy, graders)

@@ -92,9 +92,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(SamplingConfig, "allow_truncated_sampling", "--rl-allow-truncated-sampling", "accept top-p below 1 or top-k above 0"),
     ),
     "reward": (
-        Flag(GraderOptions, "reward", "--rl-reward", "exact: the task's own score; math-verify; or MODULE:FUNCTION, called as function(prompt=, response=, answer=, extra=)"),
+        Flag(GraderOptions, "reward", "--rl-reward", "exact: the task's own score (of reasoning-gym, in grader processes); math-verify; or MODULE:FUNCTION, called as function(prompt=, response=, answer=, extra=)"),
         Flag(GraderOptions, "workers", "--rl-grader-workers", "processes of a data-parallel replica that judge responses"),
-        Flag(GraderOptions, "timeout", "--rl-grader-timeout", "seconds that a response may take to judge; a later one is dropped and counted"),
+        Flag(GraderOptions, "timeout", "--rl-grader-timeout", "seconds that a response may take to judge; a later one is counted, and gets 0, or with MODULE:FUNCTION is dropped"),
         Flag(GraderOptions, "memory_mib", "--rl-grader-memory-mib", "address space of a grader process"),
     ),
     "vllm": (

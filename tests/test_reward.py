@@ -149,7 +149,7 @@ def test_what_no_grader_judged_is_none_counted_and_named(graders: Graders, capfd
         assert reward(tokenizer.completions()) == [1.0, None, None, None, 2.0]
         said = capfd.readouterr().err.strip().splitlines()
         assert said == [
-            "--rl-reward tests.graders:obey: 3 of 5 responses have no grade; the first, uid 72 of problem 12: "
+            "--rl-reward tests.graders:obey: 3 of 5 responses were not judged; the first, uid 72 of problem 12: "
             "ZeroDivisionError: ouch"
         ]
     assert reward.counters() == {"grader_timeouts": 2, "grader_errors": 4, "grader_restarts": 4}

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from megatron_replay.tasks.reasoning_gym import HELDOUT_SEED_OFFSET, ReasoningGymTask
 from megatron_replay.tasks.sort_digits import SortDigits
 from megatron_replay.tasks.task import Problem, build_task, permuted
 
@@ -56,51 +55,13 @@ def test_sort_digits_score() -> None:
             task.problem(index)
 
 
-def test_reasoning_gym_scores_its_own_answers() -> None:
-    task = build_task("reasoning-gym:gcd", split="train", seed=3, options={"max_value": 50, "size": 40})
-    assert task.size == 40
-    for index in (0, 39):
-        problem = task.problem(index)
-        assert problem == build_task(
-            "reasoning-gym:gcd", split="train", seed=3, options={"max_value": 50, "size": 40}
-        ).problem(index)
-        assert task.score(problem, f" {problem.answer}\n") == 1.0
-        assert task.score(problem, "no") == 0.0
-    with pytest.raises(IndexError, match="^index"):
-        task.problem(40)
-
-
-def test_reasoning_gym_splits_use_other_seeds() -> None:
-    settings = {"max_value": 10**9}
-    train = {ReasoningGymTask("gcd", split="train", seed=0, options=settings).problem(i).prompt for i in range(300)}
-    heldout = ReasoningGymTask("gcd", split="heldout", seed=0, options=settings)
-    assert heldout.size < HELDOUT_SEED_OFFSET  # item i comes from seed + i
-    assert not train & {heldout.problem(i).prompt for i in range(300)}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"colour": 3}, "^options must fit the reasoning-gym dataset gcd, got .*colour"),
-        ({"min_numbers": 0}, "^options must fit the reasoning-gym dataset gcd, got .*min_numbers"),
-        ({"size": 0}, "^size must be an integer in .*, got 0"),
-        ({"seed": 4}, "^options must leave the seed to --seed, got seed 4"),
-    ],
-)
-def test_reasoning_gym_options(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_task("reasoning-gym:gcd", split="train", seed=0, options=options)
-
-
 @pytest.mark.parametrize("name", ["", "sort", "reasoning-gym", "reasoning-gym:", "sort-digits:x"])
 def test_unknown_task(name: str) -> None:
     with pytest.raises(ValueError, match=f"^--rl-task must be one of sort-digits, .*got '{name}'"):
         build_task(name, split="train", seed=0)
 
 
-def test_unknown_dataset_split_path_and_options() -> None:
-    with pytest.raises(ValueError, match="^--rl-task reasoning-gym:NAME must name one of .*gcd.*, got 'nope'"):
-        build_task("reasoning-gym:nope", split="train", seed=0)
+def test_unknown_split_path_and_options() -> None:
     with pytest.raises(ValueError, match="^split must be one of train, heldout, got 'test'"):
         build_task("sort-digits", split="test", seed=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^--data-path must name a JSONL file"):

@@ -12,7 +12,7 @@ from megatron_replay.planning.findings import Findings
 from megatron_replay.rollout import Completion, Prompt
 from megatron_replay.run.parts import task_of
 from megatron_replay.tasks.prompts import PromptSource, heldout_prompts
-from megatron_replay.tasks.reward import Graders, Reward
+from megatron_replay.tasks.reward import Graders, Reward, needs_graders
 from megatron_replay.tasks.task import Task
 from megatron_replay.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ def _check_reward(found: Findings, args: Any, task: Task, tokenizer: Tokenizer, 
     """Score each gold answer as a response that says it: that must not fail, and must give a finite number."""
     flag = f"--rl-reward {args.rl_reward} of --rl-task {args.rl_task}"
     graders = None
-    if args.rl_reward != "exact":
+    if needs_graders(args.rl_reward, task):
         options = replace(arguments.grader_options(args), workers=1)
         try:
             graders = Graders(options, clean_environment(), _ThisProcess())
@@ -98,8 +98,12 @@ def _check_reward(found: Findings, args: Any, task: Task, tokenizer: Tokenizer, 
             except Exception as error:
                 found.problems.append(f"{flag}: problem {prompt.prompt_id} raises {type(error).__name__}: {error}")
                 continue
+            # a response that breaks the score has a reward all the same
+            failed = sum(reward.counters().values())
             if score is None or not math.isfinite(score):
                 found.problems.append(f"{flag}: problem {prompt.prompt_id} must have a finite reward, got {score}")
+            elif failed:
+                found.problems.append(f"{flag}: problem {prompt.prompt_id}: the score fails on the gold answer")
             else:
                 scores.append(score)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from megatron_replay.evaluation.heldout import HeldoutAccuracy
 from megatron_replay.replay_buffer import RolloutReplayBuffer
 from megatron_replay.rollout_log import RolloutLog
 from megatron_replay.tasks.prompts import heldout_prompts
-from megatron_replay.tasks.reward import Graders, Reward
+from megatron_replay.tasks.reward import Graders, Reward, needs_graders
 from megatron_replay.tasks.task import Split, Task, build_task
 from megatron_replay.tokenizer import Tokenizer
 from megatron_replay.trainer.forward_step import HeadOptions
@@ -114,9 +114,9 @@ def task_of(args: argparse.Namespace, split: Split) -> Task:
         raise error if named else ValueError(f"{flag}: {error}") from None
 
 
-def build_graders(args: argparse.Namespace, groups: ParallelGroups) -> Graders | None:
-    """Grader processes for this rank's replica; None with --rl-reward exact. Every rank of the run calls it."""
-    if args.rl_reward == "exact":
+def build_graders(args: argparse.Namespace, groups: ParallelGroups, tasks: Sequence[Task]) -> Graders | None:
+    """Grader processes for this rank's replica; None where no task needs them. Every rank of the run calls it."""
+    if not any(needs_graders(args.rl_reward, task) for task in tasks):
         return None
     # groups of its own: with --rl-generation-lag an engine's are in use while the last batch is judged
     ranks = EngineRanks.build(groups.data_parallel(), groups.replica, groups.device)

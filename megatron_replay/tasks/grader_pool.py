@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_replay.tasks.grader_worker import receive, send
+from megatron_replay.tasks.worker_process import WorkerDied, WorkerProcess
 
-WORKER = Path(__file__).with_name("grader_worker.py")
-MATH_GRADER = Path(__file__).with_name("math_grader.py")
+# --rl-reward -> what the processes load
+OWN_GRADERS = {
+    "exact": f"{Path(__file__).with_name('reasoning_gym_worker.py')}:grade",
+    "math-verify": f"{Path(__file__).with_name('math_grader.py')}:grade",
+}
 # compiles the patterns and builds the parser's tables before the clock of the first item runs; its value is 1
 MATH_WARM_UP = {"prompt": "", "response": r"\boxed{\frac{2}{4}}", "answer": "0.5", "extra": {}}
 # importing a grader may take long on a file system that many nodes share
@@ -33,9 +31,9 @@ Item = Mapping[str, Any]  # prompt, response, answer, extra
 class GraderOptions:
     """How responses are judged.
 
-    `reward` is "exact" (the task's own score, no process), "math-verify", or the MODULE:FUNCTION or FILE.py:FUNCTION
-    that processes call. A process may take `memory_mib` MiB of address space, an item `timeout` seconds of wall-clock
-    time.
+    `reward` is "exact" (the task's own score, which takes a process for Reasoning Gym alone), "math-verify", or the
+    MODULE:FUNCTION or FILE.py:FUNCTION that processes call. A process may take `memory_mib` MiB of address space, an
+    item `timeout` seconds of wall-clock time.
     """
 
     reward: str = "exact"
@@ -45,7 +43,7 @@ class GraderOptions:
 
     def __post_init__(self) -> None:
         place, _, attribute = self.reward.rpartition(":")
-        if self.reward not in ("exact", "math-verify") and not (place and attribute):
+        if self.reward not in OWN_GRADERS and not (place and attribute):
             raise ValueError(f"reward must be exact, math-verify or MODULE:FUNCTION, got {self.reward!r}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
@@ -57,12 +55,17 @@ class GraderOptions:
     @property
     def function(self) -> str:
         """What the processes load."""
-        return f"{MATH_GRADER}:grade" if self.reward == "math-verify" else self.reward
+        return OWN_GRADERS.get(self.reward, self.reward)
+
+    @property
+    def late_reward(self) -> float | None:
+        """Of an item past the limit. What holds up a grader of ours is the response: it must not be worth its while."""
+        return 0.0 if self.reward in OWN_GRADERS else None
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What came of one item. `value` is None where the grader gave none, or where `failure` says why there is none."""
+    """What came of one item. `value` is None where there is no grade; `failure` says what went wrong."""
 
     value: float | None
     failure: Literal["", "timeout", "error", "bad"] = ""
@@ -81,8 +84,7 @@ class GraderPool:
 
     def __init__(self, options: GraderOptions, env: Mapping[str, str]) -> None:
         self.options = options
-        # neither the order of a set nor the threads of a library may change a grade
-        self._env = {**env, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        self._env = env
         self._jobs: queue.SimpleQueue[tuple[Item, Future[Grade]] | None] = queue.SimpleQueue()
         self._closed = False
         started: list[Future[None]] = [Future() for _ in range(options.workers)]
@@ -128,7 +130,7 @@ class GraderPool:
 
     def _serve(self, started: Future[None]) -> None:
         try:
-            process: _GraderProcess | None = self._start()
+            process: _Grader | None = self._start()
         except BaseException as error:
             started.set_exception(error)
             return
@@ -150,44 +152,26 @@ class GraderPool:
         if process is not None:
             process.kill()
 
-    def _start(self) -> _GraderProcess:
-        return _GraderProcess(self.options, self._env)
+    def _start(self) -> _Grader:
+        return _Grader(self.options, self._env)
 
 
-class _GraderProcess:
+class _Grader:
     def __init__(self, options: GraderOptions, env: Mapping[str, str]) -> None:
         self._options = options
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            # by path, not with -m, which would import the package and torch; -P keeps this folder off sys.path
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER), str(os.getpid())],
-                env=env,
-                stdin=theirs.fileno(),
-                stdout=2,
-                start_new_session=True,
-            )
         deadline = time.monotonic() + STARTUP_LIMIT
-        # this process's folder comes last: a script's own folder, not the current one, is on its path
-        settings = {
-            "function": options.function,
-            "path": [*sys.path, os.getcwd()],
-            "memory_bytes": options.memory_mib << 20,
-        }
         try:
-            send(self._channel, settings, deadline)
-            said = receive(self._channel, deadline)
+            self._process = WorkerProcess(
+                options.function, env, returns="reward", deadline=deadline, memory_bytes=options.memory_mib << 20
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._name} cannot be used: {error}") from None
         except TimeoutError:
-            self.kill()
             raise RuntimeError(f"{self._name}: a grader did not start within {STARTUP_LIMIT:g} s") from None
-        except (EOFError, OSError):
+        except WorkerDied as error:
             raise RuntimeError(
-                f"{self._name}: a grader died at its start, {self._ended()} "
-                f"(--rl-grader-memory-mib {options.memory_mib})"
+                f"{self._name}: a grader died at its start, {error} (--rl-grader-memory-mib {options.memory_mib})"
             ) from None
-        if "failed" in said:
-            self.kill()
-            raise ValueError(f"{self._name} cannot be used: {said['failed']}")
         if options.reward == "math-verify":
             grade = self.grade(MATH_WARM_UP, deadline)
             if grade.value != 1:
@@ -203,32 +187,17 @@ class _GraderProcess:
     def grade(self, item: Item, deadline: float) -> Grade:
         """The process is dead afterwards where the Grade says `restarted`."""
         try:
-            send(self._channel, dict(item), deadline)
-            said = receive(self._channel, deadline)
+            said = self._process.call(item, deadline)
         except TimeoutError:
-            self.kill()
-            return Grade(None, "timeout", f"no grade within {self._options.timeout:g} s", restarted=True)
-        except (EOFError, OSError):
-            return Grade(None, "error", f"the grader died, {self._ended()}", restarted=True)
-        for failure in ("error", "bad"):
-            if failure in said:
-                return Grade(None, failure, said[failure])
+            words = f"no grade within {self._options.timeout:g} s"
+            return Grade(self._options.late_reward, "timeout", words, restarted=True)
+        except WorkerDied as error:
+            return Grade(None, "error", f"the grader died, {error}", restarted=True)
+        if "error" in said:
+            return Grade(said["value"], "error", said["error"])
+        if "bad" in said:
+            return Grade(None, "bad", said["bad"])
         return Grade(said["value"])
 
     def kill(self) -> None:
-        """End the process and what it started in its session."""
-        # a process that has ended may have left others of its session
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._channel.close()
-
-    def _ended(self) -> str:
-        # it closes its channel a moment before it ends; not collected yet, so its number is nobody else's
-        ended, deadline = None, time.monotonic() + 1
-        while ended is None and time.monotonic() < deadline:
-            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            time.sleep(0.01)
-        self.kill()
-        code = self._process.returncode
-        return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self._process.kill()

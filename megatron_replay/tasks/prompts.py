@@ -9,6 +9,7 @@ from typing import Any
 from megatron_replay.rollout import Prompt
 from megatron_replay.tasks.jsonl import JsonlTask
 from megatron_replay.tasks.prompt_encoder import PromptEncoder
+from megatron_replay.tasks.reasoning_gym import ReasoningGymTask
 from megatron_replay.tasks.task import Task, mixed, permuted
 from megatron_replay.tokenizer import Tokenizer
 
@@ -80,6 +81,9 @@ class PromptSource:
             "--rl-answer-key": None if jsonl is None else jsonl.fields.answer_key,
             "--rl-chat-template (sha256)": self._encode.identity,
             "--rl-filter-long-prompts": kept if self._filter_long else None,
+            "--rl-task (version and sha256 of its first problems)": (
+                self._task.identity if isinstance(self._task, ReasoningGymTask) else None
+            ),
         }
 
     def report(self) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_replay.rollout import Completion
 from megatron_replay.tasks.grader_pool import Grade, GraderOptions, GraderPool
+from megatron_replay.tasks.reasoning_gym import ReasoningGymTask
 from megatron_replay.tasks.task import Problem, Task
 from megatron_replay.tokenizer import Tokenizer
 
@@ -49,13 +50,21 @@ class Graders:
             self._pool.close()
 
 
+def needs_graders(reward: str, task: Task) -> bool:
+    """Whether `--rl-reward` takes grader processes for this task: all do but the own score of a task that is ours."""
+    return reward != "exact" or isinstance(task, ReasoningGymTask)
+
+
 class Reward:
-    """Scores completions of prompts that were made from `task`: by `graders`, or without any by the task itself."""
+    """Scores completions of prompts that were made from `task`: by `graders`, or without any by the task itself.
+
+    Graders of the reward "exact" are there for Reasoning Gym: another task scores for itself beside them.
+    """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, graders: Graders | None = None) -> None:
         self._task = task
         self._tokenizer = tokenizer
-        self._graders = graders
+        self._graders = graders if graders is not None and needs_graders(graders.name, task) else None
         self._counters: Counter[str] = Counter()
 
     def __call__(self, completions: Sequence[Completion]) -> list[float | None]:
@@ -63,8 +72,8 @@ class Reward:
 
         None and NaN from the task are passed on. An error in the task's `score` is raised, with the problem named in
         a note: a grader that breaks is not a wrong answer. A grader process that is late, breaks or dies gives
-        None, counted, and the first such item is named on standard error; one that returns no finite number is a
-        ValueError.
+        None, or 0 where the response is to blame, counted, and the first such item is named on standard error; one
+        that returns no finite number is a ValueError.
         """
         if self._graders is None:
             return [self._score(c) for c in completions]
@@ -82,8 +91,8 @@ class Reward:
         if failed and self._graders.leads:
             grade, completion = failed[0]
             print(
-                f"--rl-reward {self._graders.name}: {len(failed)} of {len(grades)} responses have no grade; the first, "
-                f"uid {completion.uid} of problem {completion.prompt.prompt_id}: {grade.words}",
+                f"--rl-reward {self._graders.name}: {len(failed)} of {len(grades)} responses were not judged; "
+                f"the first, uid {completion.uid} of problem {completion.prompt.prompt_id}: {grade.words}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -61,7 +61,7 @@ class Evaluation:
         self.lock = RunLock()
         self.file: SampleFile | None = None
         # before the file: a reward that cannot be used must not leave its name there
-        self.graders = build_graders(args, groups)
+        self.graders = build_graders(args, groups, [b.task for b in self.benchmarks.values()])
         self.engine = make_engine(args, arguments.grpo_config(args), self.policy, self.shape, self.tokenizer)
         try:
             self.done = self._open()

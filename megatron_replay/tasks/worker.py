@@ -1,12 +1,13 @@
-"""The grader process: calls one function on each item that arrives on its channel, and answers with what came of it.
+"""The worker process: calls one function on each item that arrives on its channel, and answers with what came of it.
 
-It is run as a script, by its path, and imports nothing of this project or torch, so it starts in no time. `GraderPool`
-is the other end. The channel is a socket that arrives as standard input; what the function prints goes to
-standard error.
+It is run as a script, by its path, and imports nothing of this project or torch, so it starts in no time.
+`WorkerProcess` is the other end. The channel is a socket that arrives as standard input; what the function prints goes
+to standard error.
 
-A message is its length in 8 bytes, big-endian, and JSON. The first one holds the settings (`function`, `path`,
-`memory_bytes`); the answer is {"ready": true} or {"failed": why}. Then each item, the keyword arguments of the
-function, is answered by {"value": float or null}, {"error": what was raised} or {"bad": what is no reward}.
+A message is its length in 8 bytes, big-endian, and JSON. The first one holds the settings (`function`, `returns`,
+`path`, `memory_bytes`); the answer is {"ready": true} or {"failed": why}. Then each item, the keyword arguments of the
+function, is answered by {"value": what it returned} or {"error": what was raised, "value": the reward all the same, or
+null}. Where it `returns` a "reward" the value is a float or null, and another answer is {"bad": what is no reward}.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def _exactly(channel: socket.socket, size: int, deadline: float | None) -> bytes
     return bytes(data)
 
 
-def load(name: str) -> Callable[..., Any]:
+def load(name: str, is_grader: bool) -> Callable[..., Any]:
     """The function that MODULE:FUNCTION or FILE.py:FUNCTION names.
 
-    Raises ValueError for another form, a name that is no function, or one that cannot be called with the four
+    Raises ValueError for another form, a name that is no function, or a grader that cannot be called with the four
     keywords; what the import raises is passed on.
     """
     place, _, attribute = name.rpartition(":")
@@ -81,21 +82,22 @@ def load(name: str) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{name} must return a number, got an async function")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+        if is_grader:
+            inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
         words = ", ".join(f"{x}=" for x in ARGUMENTS)
         raise ValueError(f"{name} must take ({words}), got {inspect.signature(function)}: {error}") from error
     return function
 
 
-def answer(function: Callable[..., Any], item: dict[str, Any]) -> dict[str, Any]:
+def answer(function: Callable[..., Any], item: dict[str, Any], is_grader: bool) -> dict[str, Any]:
     try:
         value = function(**item)
     # sys.exit in a grader is an error like another
     except BaseException as error:
-        return {"error": describe(error)}
-    if value is None:
-        return {"value": None}
+        return {"error": describe(error), "value": getattr(error, "reward", None)}
+    if value is None or not is_grader:
+        return {"value": value}
     with suppress(OverflowError):
         if isinstance(value, numbers.Real) and math.isfinite(value):
             return {"value": float(value)}
@@ -121,20 +123,22 @@ def main() -> int:
         os.dup2(nothing.fileno(), 0)
     settings = receive(channel)
     sys.path[:] = settings["path"]
-    resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
+    if settings["memory_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # where the machine runs out of memory, a grader goes before the trainer
+    # where the machine runs out of memory, a worker goes before the trainer
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    is_grader = settings["returns"] == "reward"
     try:
-        function = load(settings["function"])
+        function = load(settings["function"], is_grader)
     except BaseException as error:
         send(channel, {"failed": describe(error)})
         return 1
     send(channel, {"ready": True})
     with suppress(EOFError):
         while True:
-            send(channel, answer(function, receive(channel)))
+            send(channel, answer(function, receive(channel), is_grader))
     return 0
 
 
