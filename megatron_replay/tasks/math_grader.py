@@ -7,6 +7,8 @@ The answer of a response is, by the first rule that applies:
 2. what follows the colon in its last line that begins with "Answer:" or "Final answer:";
 3. its last number, unless that stands inside a LaTeX command ("\frac{1}{2}" alone is no number).
 A response without an answer scores 0. The gold answer is plain text or LaTeX, bare, between dollars, or boxed.
+Where it is a plain number the answer must be written as one number too: a problem that is said again, such as
+"12 \cdot 34 + 5", equals its answer and is none.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _ANSWER_LINE = re.compile(
 _NUMBER = re.compile(
     r"(?<!\w)(?:(?<![)\]}.])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?(?:\s?\\?%)?|(?<![\w.])-?\.\d+(?:\s?\\?%)?"
 )
+
+# the parser computes these, and leaves no trace of them in what it gives back
+_COMPUTED = re.compile(r"\\[dt]?binom(?![a-zA-Z])|\\choose(?![a-zA-Z])|\\det(?![a-zA-Z])|matrix\}")
 
 
 def last_boxed(text: str) -> str | None:
@@ -91,9 +96,89 @@ def grade(*, prompt: Any, response: str, answer: str, extra: Mapping[str, Any]) 
         return 0.0
     if "".join(said.split()) == "".join(gold.split()):
         return 1.0
+    if is_plain_number(gold) and not says_one_number(said, gold):
+        return 0.0
+    return float(equal(gold, parsed(said)))
+
+
+def equal(gold: str, said: list[Any]) -> bool:
     from math_verify import verify
 
-    return float(verify(parsed(gold), parsed(said), timeout_seconds=None, raise_on_error=True))
+    return bool(verify(parsed(gold), said, timeout_seconds=None, raise_on_error=True))
+
+
+def is_plain_number(gold: str) -> bool:
+    """Whether it is an integer, a fraction, a decimal or a percentage, alone or as in x=5."""
+    from sympy import Equality, Expr
+
+    value = parsed(gold)[0] if parsed(gold) else gold
+    value = value.rhs if isinstance(value, Equality) else value
+    return isinstance(value, Expr) and all(x.is_Number or is_percent(x) for x in factors(value))
+
+
+def says_one_number(said: str, gold: str) -> bool:
+    """Whether an answer that may equal a plain number says a number, or the work that leads to one.
+
+    Of an equation one side must be the number. A decimal may stand for what has no other closed form, such as \\ln 2 or
+    1+\\sqrt{3}. What is no expression at all is left to the comparison.
+    """
+    from sympy import Equality, Expr, FiniteSet
+
+    value = parsed(said)[0] if parsed(said) else said
+    if _COMPUTED.search(said.rpartition("=")[2]):
+        return False
+    if isinstance(value, Expr):
+        return is_one_number(value) or ("." in gold and is_irrational(value))
+    if isinstance(value, FiniteSet):
+        return all(is_one_number(x) for x in value)
+    if isinstance(value, str) or not value.has(Equality):
+        return True
+    sides = [side for equation in value.atoms(Equality) for side in equation.args]
+    # a set, as in x \in \{5\}
+    sides += [x for side in sides if isinstance(side, FiniteSet) for x in side]
+    return any(is_one_number(side) and equal(gold, [side]) for side in sides)
+
+
+def is_one_number(value: Any) -> bool:
+    """Whether it is one number as numbers are written: 5, -1/2, 0.5, 50%, 2\\sqrt{3}, 2\\pi, 2^{10}, 1.2 \\cdot 10^4.
+
+    That is a product of at most one number, one power or root of a number, and one denominator.
+    """
+    from sympy import NumberSymbol, Pow
+
+    found = {"number": 0, "power": 0, "denominator": 0}
+    for x in factors(value):
+        if x.is_Number:
+            found["number"] += x != -1
+        elif isinstance(x, Pow) and all(y.is_Number or isinstance(y, NumberSymbol) for y in x.args):
+            found["denominator" if x.exp == -1 else "power"] += 1
+        elif not isinstance(x, NumberSymbol) and not is_percent(x):
+            return False
+    return max(found.values()) <= 1
+
+
+def is_irrational(value: Any) -> bool:
+    """Whether something in it has no finite decimals, and nothing in it is an operator that was not carried out."""
+    from sympy import Derivative, Integral, Limit, NumberSymbol, Pow, Product, Sum, exp, factorial, log
+    from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
+
+    if value.has(Integral, Sum, Product, Limit, Derivative, factorial):
+        return False
+    roots = any(not x.exp.is_integer for x in value.atoms(Pow))
+    return roots or value.has(NumberSymbol, exp, log, TrigonometricFunction, InverseTrigonometricFunction)
+
+
+def factors(value: Any) -> list[Any]:
+    """Of a product, whatever is grouped in it; else the value alone."""
+    from sympy import Mul
+
+    return [x for part in value.args for x in factors(part)] if isinstance(value, Mul) else [value]
+
+
+def is_percent(value: Any) -> bool:
+    from sympy import Rational, UnevaluatedExpr
+
+    return isinstance(value, UnevaluatedExpr) and value.args[0] == Rational(1, 100)
 
 
 @lru_cache(maxsize=256)
