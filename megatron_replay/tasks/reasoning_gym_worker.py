@@ -66,7 +66,7 @@ def grade(*, prompt: Any, response: str, answer: str, extra: Mapping[str, Any]) 
     return score
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=128)
 def _dataset(name: str, settings: str) -> Any:
     return reasoning_gym.create_dataset(name, **json.loads(settings))
 
