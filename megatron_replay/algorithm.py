@@ -6,7 +6,8 @@ whose full text was not at hand. Where this loop departs from it, or decides wha
 1. Zero-variance groups are neither trained on, nor stored, nor counted in the loss denominators.
 2. The draw is without replacement unless `with_replacement`; n = round(replay_ratio * |F|), |F| over all ranks.
 3. A step whose groups are all degenerate trains on nothing: |F| = 0 gives n = 0. Weights stay, age goes on.
-4. A rollout without a finite reward or log-prob is dropped and counted; its group's baseline is that of the rest.
+4. A rollout without a finite reward or log-prob is dropped and counted; its group's baseline is that of the rest. So
+   is a group that an engine could not sample.
 5. `iterations` > 1 repeats the update on the same batch: the fresh-only control that replay is held against.
 6. `composition="pool"` pushes first and draws |F| from buffer and fresh together: a baseline, not the method. It
    has no ratio.
@@ -47,8 +48,8 @@ class Policy(Protocol):
 
 class Pending(Protocol):
     def result(self, version: int) -> list[Completion]:
-        """Wait for the completions. What an engine lost is sampled again with the policy's weights of now, `version`.
-        In a distributed run every rank calls it."""
+        """Wait for the completions. What an engine lost is sampled again with the policy's weights of now, `version`; a
+        group that stays lost is left out. In a distributed run every rank calls it."""
 
 
 class Engine(Protocol):

@@ -111,8 +111,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(VllmConfig, "bucket_mib", "--rl-vllm-bucket-mib", "weights sent at once; a larger tensor goes alone"),
         Flag(VllmConfig, "sync_timeout", "--rl-vllm-sync-timeout", "seconds that any one step of a weight push may take"),
         Flag(VllmConfig, "request_timeout", "--rl-vllm-request-timeout", "seconds that a request (colocated: a batch) may take"),
-        Flag(VllmConfig, "startup_timeout", "--rl-vllm-startup-timeout", "seconds that an engine may take to start"),
-        Flag(VllmConfig, "retries", "--rl-vllm-retries", "times that a prompt or a weight push is tried again"),
+        Flag(VllmConfig, "startup_timeout", "--rl-vllm-startup-timeout", "seconds that an engine may take to start, or servers of yours to answer"),
+        Flag(VllmConfig, "retries", "--rl-vllm-retries", "times that a prompt or a weight push is tried again; then the prompt's group is dropped, or the run ends"),
     ),
     "optimizer": (
         Flag(OptimizerOptions, "lr", "--lr", "learning rate"),

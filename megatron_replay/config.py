@@ -171,7 +171,7 @@ class VllmConfig:
     sync_timeout: float = 300.0  # seconds
     request_timeout: float = 600.0
     startup_timeout: float = 600.0
-    retries: int = 3  # times that a prompt is sent again
+    retries: int = 3  # times that a prompt is sampled again, or weights are pushed again
 
     def __post_init__(self) -> None:
         require_choice("transport", self.transport, get_args(WeightTransport))

@@ -47,6 +47,7 @@ class ListEngine:
     calls: list[str] = field(default_factory=list)
     version: int = -1
     spoil: Callable[[Completion], Completion] = lambda c: c
+    lost: Callable[[Prompt], bool] = lambda p: False  # groups that were dropped
 
     def load_weights(self, policy: Any, version: int) -> None:
         self.calls.append(f"load {version}")
@@ -65,6 +66,7 @@ class ListEngine:
                 completion(p.counter, s, response=1 + (p.counter + s) % 6, group_size=group_size, version=self.version)
             )
             for p in prompts
+            if not self.lost(p)
             for s in range(group_size)
         ]
 
@@ -210,6 +212,13 @@ def test_a_bad_logprob_drops_its_rollout_and_is_counted(bad: float | None) -> No
     policy, _, _, rows = run(engine=ListEngine(spoil=spoil))
     assert all(r["dropped_logprobs"] == 2 and r["dropped_rewards"] == 0 for r in rows)
     assert not bool((torch.cat([b.uid for _, b in policy.batches]) % 8 == 6).any())
+
+
+def test_a_step_goes_on_without_the_groups_that_the_engine_dropped() -> None:
+    policy, _, _, rows = run(engine=ListEngine(lost=lambda p: p.counter % PROMPTS == 2))
+    assert all(r["fresh/rollouts_generated"] == 12 and r["dropped_logprobs"] == 0 for r in rows)
+    assert [len(b) for _, b in policy.batches] == [8, 8, 12, 12, 12, 12]
+    assert not bool((torch.cat([b.group_ids for _, b in policy.batches]) % PROMPTS == 2).any())
 
 
 def test_no_usable_reward_at_all_is_an_error() -> None:

@@ -20,6 +20,7 @@ import pytest
 from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.engines import vllm_command
 from megatron_replay.engines.child_process import ChildProcess, clean_environment, free_port
+from megatron_replay.engines.group_request import MissingGroup
 from megatron_replay.engines.guardian import segments, segments_of
 from megatron_replay.engines.request_pool import RequestPool
 from megatron_replay.engines.require_api_key import RequireApiKey
@@ -296,16 +297,16 @@ def test_a_killed_server_fails_its_prompts_and_leaves_nothing() -> None:
     sampling = SamplingConfig(max_response_length=200)
     pool = RequestPool([server.client], sampling, EOS_ID, SHARED)
     asked = [Prompt((5, 6, 7 + i), counter=i, prompt_id=i) for i in range(60)]
-    pending = pool.submit(asked, 16, 0)
+    pending = pool.submit([MissingGroup(prompt) for prompt in asked], 16, 0)
     time.sleep(0.5)
     assert not pending.done()
     os.kill(server.process.pid, signal.SIGKILL)
     result = pending.result(20)
     pool.close()
     finished = {c.prompt.counter for c in result.completions}
-    assert result.failed_prompts == [p for p in asked if p.counter not in finished]
-    assert len(result.failed_prompts) > 50 and result.counters.server_failures >= 8
-    assert all("no server is left" in reason for reason in result.reasons)
+    assert [m.prompt for m in result.missing] == [p for p in asked if p.counter not in finished]
+    assert len(result.missing) > 50 and result.counters.server_failures >= 8
+    assert all("no server is left" in m.reason for m in result.missing)
     assert not server.process.alive() and server.process.returncode == -signal.SIGKILL
     server.process.stop()
     assert psutil.wait_procs(tree, timeout=0.1)[1] == []

@@ -21,8 +21,9 @@ from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.data_parallel import DataParallelGroup
 from megatron_replay.engines.child_process import free_port
 from megatron_replay.engines.engine_ranks import EngineRanks
+from megatron_replay.engines.require_api_key import KEY_VARIABLE
 from megatron_replay.engines.vllm_child import VllmChild
-from megatron_replay.engines.vllm_client import EngineError
+from megatron_replay.engines.vllm_client import EngineError, VllmClient
 from megatron_replay.engines.vllm_colocated import VllmColocatedEngine, replica_devices
 from megatron_replay.engines.vllm_engine import VllmEngine
 from megatron_replay.engines.vllm_options import PINNED_VLLM, ServedModel
@@ -38,7 +39,8 @@ from megatron_replay.weight_sync.sharded_weights import ShardedWeights
 from tests.hf_models import CASES, load, logprobs, random_model
 from tests.stub_server import StubServer
 from tests.transfers import CPU, KeepingEngine
-from tests.vllm_greedy import ENGINE_SIZES, PARAMS, answers, check_same, llm_options
+from tests.transfers import shape as transfers_shape
+from tests.vllm_greedy import ENGINE_SIZES, PARAMS, Answers, answers, check_same, llm_options
 from tests.vllm_greedy import prompts as greedy_prompts
 
 real_engine = [
@@ -159,6 +161,19 @@ class TestServer:
         counted = {k: v for k, v in found.items() if k.startswith("engine/") and not k.endswith(("version", "tokens"))}
         assert counted and not any(counted.values()), counted
 
+    def test_a_server_of_ours_refuses_whoever_has_no_key(
+        self, server: VllmServerEngine, models: dict[str, Path]
+    ) -> None:
+        server.load_weights(FolderPolicy(models["m1"]), 5)
+        stranger, process = VllmClient(server._servers[0].url), server._servers[0].process
+        for call in (stranger.pause, stranger.transfer_status, lambda: stranger.update_weights({"version": 6})):
+            with pytest.raises(EngineError, match=r"status 401 Unauthorized"):
+                call()
+        main = psutil.Process(process.pid)
+        words = [word for p in (main, main.parent(), *main.children(recursive=True)) for word in p.cmdline()]
+        assert words and not any(server._key in word for word in words)
+        assert server._key not in process.log_path.read_text()
+
     def test_a_push_into_running_requests_mixes_nothing(
         self, models: dict[str, Path], server: VllmServerEngine
     ) -> None:
@@ -256,10 +271,11 @@ class TestServer:
         assert found["engine/retried"] > 0 and server.weight_version == 31
 
     def test_a_users_server_that_takes_no_weights_is_left_out_until_it_is_started_again(
-        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path
+        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         policy = FolderPolicy(models["m1"])
         server.load_weights(policy, 50)
+        monkeypatch.setenv(KEY_VARIABLE, server._key)
         good, port = server._servers[0].url, free_port("127.0.0.1")
         bad = f"http://127.0.0.1:{port}"
         both = engine(VllmServerEngine, models["m1"], tmp_path, server_urls=(good, bad))
@@ -283,9 +299,10 @@ class TestServer:
             server._sender, server.weight_version = None, -1
 
     def test_a_server_that_would_cut_samples_short_ends_the_run_at_once(
-        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path
+        self, server: VllmServerEngine, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server.load_weights(FolderPolicy(models["m1"]), 60)
+        monkeypatch.setenv(KEY_VARIABLE, server._key)
         longer = engine(VllmServerEngine, models["m1"], tmp_path, response=200, server_urls=(server._servers[0].url,))
         try:
             longer.load_weights(FolderPolicy(models["m1"]), 61)
@@ -352,29 +369,42 @@ class TestColocated:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_engine_that_gets_its_own_weights_back_answers_as_before(
-    models: dict[str, Path], tmp_path: Path, dtype: str
+    models: dict[str, Path], tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ways into vLLM: on a CPU it may pack float32 weights and take bfloat16 ones as they are."""
-    child = VllmChild(llm_options(models["m2"], 96, dtype=dtype), tmp_path / "log", timeout=60, startup_timeout=400)
-    try:
+    """Both ways into vLLM: on a CPU it may pack float32 weights and take bfloat16 ones as they are. And what it keeps
+    of prompts: of other weights it must go, which the last push shows by leaving it."""
+    child = VllmChild(llm_options(models["m2"], dtype), tmp_path / "log", timeout=60, startup_timeout=400)
+    shape = ModelShape.from_folder(models["m2"])
+    versions = iter(range(9))
+
+    def push(name: str, **head: bool) -> None:
+        held = {n: x.to(getattr(torch, dtype)) for n, x in FolderPolicy(models[name]).parameters.items()}
+        weights = ShardedWeights(shape, shape.padded_vocab_size(8, 1), held)
+        sender = WeightSender(weights, transport="shared-memory", bucket_bytes=99_999, device=CPU, timeout=60, **head)
+        sender.connect([child])
+        sender.push(next(versions))
+        sender.close()
+
+    def ask() -> Answers:
         asked = greedy_prompts(VOCAB)
-        fresh = answers(child.generate(asked, [PARAMS] * len(asked)))
-        shape = ModelShape.from_folder(models["m2"])
-        for version, (name, same) in enumerate((("m1", False), ("m2", True))):
-            policy = FolderPolicy(models[name])
-            held = {n: x.to(getattr(torch, dtype)) for n, x in policy.parameters.items()}
-            weights = ShardedWeights(shape, shape.padded_vocab_size(8, 1), held)
-            push = {"transport": "shared-memory", "bucket_bytes": 99_999, "device": CPU, "timeout": 60}
-            if dtype == "bfloat16":
-                with pytest.raises(PlanRefusedError, match=r"head_dtype must be float32, got bfloat16"):
-                    WeightSender(weights, **push, fp32_lm_head=True).connect([child])
-            sender = WeightSender(weights, **push)
-            sender.connect([child])
-            sender.push(version)
-            sender.close()
-            found = answers(child.generate(asked, [PARAMS] * len(asked)))
-            assert [a["tokens"] == b["tokens"] for a, b in zip(found, fresh, strict=True)] == [same] * len(asked)
-        check_same(found, fresh, 0.0)
+        return answers(child.generate(asked, [PARAMS] * len(asked)))
+
+    try:
+        fresh = ask()
+        if dtype == "bfloat16":
+            with pytest.raises(PlanRefusedError, match=r"head_dtype must be float32, got bfloat16"):
+                push("m2", fp32_lm_head=True)
+        push("m1")
+        # whatever the push did: the answers of m1, and then its prompts in the cache
+        assert child.reset_prefix_cache()
+        other = ask()
+        assert all(a["tokens"] != b["tokens"] for a, b in zip(other, fresh, strict=True))
+        push("m2")
+        check_same(ask(), fresh, 0.0)
+        monkeypatch.setattr(child, "reset_prefix_cache", lambda: True, raising=False)
+        push("m1")
+        stale = ask()
+        assert all(abs(s["logprobs"][0] - o["logprobs"][0]) > 1e-3 for s, o in zip(stale, other, strict=True))
     finally:
         child.close()
 
@@ -393,6 +423,23 @@ def test_a_transport_that_cannot_work_is_refused(
     with pytest.raises(ValueError, match=words):
         engine(kind, models["m1"], tmp_path, transport=transport)
     assert engine(kind, models["m1"], tmp_path).transport == kind.AUTO["cpu"]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_a_colocated_engine_could_not_read_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    ranks = EngineRanks(DataParallelGroup(), None, torch.device("cuda"))
+    served = ServedModel(tmp_path, "float32", max_model_len=96, seed=0, device="cuda")
+    given = (CONFIG, SamplingConfig(), EOS, served, transfers_shape(), ranks)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert VllmColocatedEngine(*given, log_folder=tmp_path).transport == "cuda-ipc"
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    with pytest.raises(ValueError, match=r"expandable_segments .*, got 'expandable_segments:True'"):
+        VllmColocatedEngine(*given, log_folder=tmp_path)
+    # weights for a server do not travel through shared memory of a GPU
+    assert VllmServerEngine(*given, log_folder=tmp_path).transport == "nccl"
 
 
 def test_devices_of_spawned_servers_lie_behind_those_that_train(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from megatron_replay.engines.group_request import RawSample
 from megatron_replay.engines.vllm_options import ServedModel, engine_options
 
 NEW_TOKENS = 24
+PROMPT_TOKENS = 160  # vLLM's prefix cache keeps whole blocks alone, which on a CPU have 128
+MAX_MODEL_LEN = 256
 PARAMS: dict[str, Any] = {
     "n": 1, "temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0, "detokenize": False
 }  # fmt: skip
@@ -20,16 +22,16 @@ ENGINE_SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 Answers = list[dict[str, Any]]  # of each prompt: tokens, logprobs
 
 
-def llm_options(folder: Path, max_model_len: int, dtype: str = "float32") -> dict[str, Any]:
+def llm_options(folder: Path, dtype: str = "float32") -> dict[str, Any]:
     """Of vLLM's LLM(), for a tiny model with the weights in its folder."""
-    served = ServedModel(folder, dtype, max_model_len, seed=0, device="cpu", load_format="auto")
+    served = ServedModel(folder, dtype, MAX_MODEL_LEN, seed=0, device="cpu", load_format="auto")
     return engine_options(VllmConfig(max_num_seqs=16, memory_gib=0.1), served)
 
 
-def prompts(vocab_size: int, count: int = 8, length: int = 60) -> list[list[int]]:
-    """Long enough to fill blocks of the prefix cache."""
+def prompts(vocab_size: int, count: int = 8) -> list[list[int]]:
+    """Each fills a block of the prefix cache."""
     r = random.Random(1)
-    return [[r.randrange(2, vocab_size) for _ in range(length)] for _ in range(count)]
+    return [[r.randrange(2, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
 def answers(groups: Sequence[Sequence[RawSample]]) -> Answers:

@@ -31,6 +31,15 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class MissingGroup:
+    """A prompt whose group is not there: how often it has failed, and why the last time."""
+
+    prompt: Prompt
+    failures: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class GroupRequest:
     """`group_size` samples of a prompt, sampled by weights of `version`."""
 

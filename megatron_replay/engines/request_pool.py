@@ -15,7 +15,7 @@ import httpx
 from tqdm import tqdm
 
 from megatron_replay.config import SamplingConfig, VllmConfig
-from megatron_replay.engines.group_request import GroupRequest, Problem
+from megatron_replay.engines.group_request import GroupRequest, MissingGroup, Problem
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
 from megatron_replay.rollout import Completion, Prompt
 
@@ -45,9 +45,8 @@ class PoolResult:
     """Completions in the order of the prompts: a whole group of each prompt or none of it."""
 
     completions: list[Completion]
-    failed_prompts: list[Prompt]
+    missing: list[MissingGroup]
     counters: PoolCounters
-    reasons: list[str]  # one for each failed prompt
     refused: bool  # some prompt failed in a way that no other attempt changes
 
 
@@ -81,6 +80,7 @@ class Call:
     asked: GroupRequest
     servers: list[Server]
     window: int  # prompts outstanding on a server
+    tries: int  # a prompt that has failed so often is given up
     waiting: deque[Job]
     bar: tqdm[Any]
     running: dict[asyncio.Task[list[Completion]], tuple[Job, Server]] = field(default_factory=dict)
@@ -113,13 +113,26 @@ class RequestPool:
         self._thread.start()
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, expected_version: int, progress: bool = False
+        self,
+        asked: Sequence[MissingGroup],
+        group_size: int,
+        expected_version: int,
+        progress: bool = False,
+        tries: int | None = None,
     ) -> PoolResult:
-        """`group_size` completions of each prompt, sampled by weights of `expected_version`."""
-        return self.submit(prompts, group_size, expected_version, progress).result()
+        """`group_size` completions of each prompt, sampled by weights of `expected_version`.
+
+        A prompt that has failed `tries` times is given up; failures from before count. None: one more than the retries.
+        """
+        return self.submit(asked, group_size, expected_version, progress, tries).result()
 
     def submit(
-        self, prompts: Sequence[Prompt], group_size: int, expected_version: int, progress: bool = False
+        self,
+        asked: Sequence[MissingGroup],
+        group_size: int,
+        expected_version: int,
+        progress: bool = False,
+        tries: int | None = None,
     ) -> concurrent.futures.Future[PoolResult]:
         """`generate` in the background. Cancelling the future aborts the requests on the servers.
 
@@ -129,7 +142,8 @@ class RequestPool:
             raise ValueError(
                 f"group_size must be between 1 and --rl-vllm-max-num-seqs {self.config.max_num_seqs}, got {group_size}"
             )
-        work = self._run(list(prompts), group_size, expected_version, progress)
+        tries = self.config.retries + 1 if tries is None else tries
+        work = self._run(list(asked), group_size, expected_version, progress, tries)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -140,8 +154,10 @@ class RequestPool:
             self._thread.join()
             self._loop.close()
 
-    async def _run(self, prompts: list[Prompt], group_size: int, version: int, progress: bool) -> PoolResult:
-        jobs = [Job(prompt) for prompt in prompts]
+    async def _run(
+        self, wanted: list[MissingGroup], group_size: int, version: int, progress: bool, tries: int
+    ) -> PoolResult:
+        jobs = [Job(group.prompt, group.failures) for group in wanted]
         window = max(1, QUEUE_DEPTH * self.config.max_num_seqs // group_size)
         async with AsyncExitStack() as stack:
             servers = [Server(c, await stack.enter_async_context(c.async_http())) for c in self.clients]
@@ -149,20 +165,18 @@ class RequestPool:
                 tqdm(total=len(jobs), desc="rollouts", unit="prompt", leave=False, disable=not progress)
             )
             asked = GroupRequest(self.sampling, self.eos_id, group_size, version, seeded=not self.config.unseeded)
-            call = Call(asked, servers, window, deque(jobs), bar)
+            call = Call(asked, servers, window, tries, deque(jobs), bar)
             try:
                 await self._serve(call)
             finally:
                 for task in call.running:
                     task.cancel()
                 await asyncio.gather(*call.running, return_exceptions=True)
-        failed = [job for job in jobs if job.group is None]
         return PoolResult(
             completions=[completion for job in jobs for completion in job.group or ()],
-            failed_prompts=[job.prompt for job in failed],
+            missing=[MissingGroup(job.prompt, job.failures, job.reason) for job in jobs if job.group is None],
             counters=call.counters,
-            reasons=[job.reason for job in failed],
-            refused=any(job.refused for job in failed),
+            refused=any(job.refused for job in jobs),
         )
 
     async def _serve(self, call: Call) -> None:
@@ -234,7 +248,7 @@ class RequestPool:
             job.failures += not never_taken
             job.refused = error.status in REFUSED_REQUEST
             job.reason = str(error)
-        if job.group is None and not job.refused and job.failures <= self.config.retries:
+        if job.group is None and not job.refused and job.failures < call.tries:
             job.avoid = server
             call.waiting.appendleft(job)
         else:

@@ -7,11 +7,13 @@ that process: it connects back to the trainer and answers one call after another
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ from megatron_replay.engines.vllm_command import engine_environment
 KEY_VARIABLE = "MEGATRON_REPLAY_CHILD_KEY"
 LOG_LINES = 20
 POLL = 0.25  # seconds
+HELLO = 10.0  # seconds that whoever connects has to show the key
 
 
 class LlmEngine:
@@ -90,8 +93,8 @@ class VllmChild:
     """EngineControl over an `LlmEngine` in a process of its own, which lives no longer than this one.
 
     Each method of LlmEngine is one here, with the same arguments; it runs in the child. One that fails raises
-    EngineError; one that is not answered within `timeout` seconds ends the child, since nothing tells what it would
-    still do. `options` are those of vLLM's LLM(), `python` an interpreter that has vLLM ("": this one).
+    EngineError; one that is not taken, or not answered, within `timeout` seconds ends the child, since nothing tells
+    what it would still do. `options` are those of vLLM's LLM(), `python` an interpreter that has vLLM ("": this one).
     """
 
     def __init__(
@@ -129,11 +132,15 @@ class VllmChild:
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """`LlmEngine.method(*args)` in the child; `timeout` seconds instead of the usual ones."""
+        seconds = self.timeout if timeout is None else timeout
+        _limit(self._line, seconds)
         try:
             self._line.send((method, args))
+        except BlockingIOError as error:
+            raise self._late(method, seconds) from error
         except OSError as error:
             raise self._dead(method) from error
-        return self._answer(method, self.timeout if timeout is None else timeout)
+        return self._answer(method, seconds)
 
     def alive(self) -> bool:
         return self._process.alive()
@@ -143,7 +150,7 @@ class VllmChild:
         self._process.stop()
 
     def _meet(self, server: socket.socket, key: str, timeout: float) -> Connection:
-        """The child's connection, once it has shown the key."""
+        """The child's connection, once it has shown the key. Whoever else connects is hung up on."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if not self._process.alive():
@@ -151,17 +158,23 @@ class VllmChild:
             if not select.select([server], [], [], POLL)[0]:
                 continue
             line = Connection(server.accept()[0].detach())
-            if line.poll(timeout) and secrets.compare_digest(line.recv_bytes(len(key)), key.encode()):
-                return line
+            _limit(line, HELLO)
+            # a stranger may say nothing, too much, or leave
+            with contextlib.suppress(EOFError, OSError):
+                if secrets.compare_digest(line.recv_bytes(len(key)), key.encode()):
+                    return line
             line.close()
         raise self._late("start", timeout)
 
     def _answer(self, method: str, timeout: float) -> Any:
         try:
             if not self._line.poll(timeout):
-                self._process.stop()
                 raise self._late(method, timeout)
+            # what has begun to come may stop half-way
+            _limit(self._line, timeout)
             good, value = self._line.recv()
+        except BlockingIOError as error:
+            raise self._late(method, timeout) from error
         except (EOFError, OSError) as error:
             raise self._dead(method) from error
         if not good:
@@ -169,6 +182,8 @@ class VllmChild:
         return value
 
     def _late(self, method: str, timeout: float) -> EngineError:
+        """Ends the child."""
+        self._process.stop()
         limit = f"--rl-vllm-startup-timeout {timeout:g}" if method == "start" else f"{timeout:g}"
         return EngineError("timeout", self.name, method, f"no answer within {limit} s, the process was ended")
 
@@ -176,6 +191,15 @@ class VllmChild:
         log = self._process.log_tail(LOG_LINES)
         words = f"the process ended (exit code {self._process.returncode}); the end of {self._process.log_path}:\n{log}"
         return EngineError("unreachable", self.name, method, words)
+
+
+def _limit(line: Connection, seconds: float) -> None:
+    """From now on a read or a write on `line` that gets nowhere for so long raises BlockingIOError."""
+    whole = int(seconds)
+    with socket.socket(fileno=os.dup(line.fileno())) as same:
+        for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            # a struct timeval; all 0 would be no limit
+            same.setsockopt(socket.SOL_SOCKET, way, struct.pack("@ll", whole, int((seconds - whole) * 1e6) or 1))
 
 
 def _sample(output: Any) -> RawSample:

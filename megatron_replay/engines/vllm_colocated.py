@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron_replay.engines.group_request import GroupRequest
+from megatron_replay.engines.group_request import GroupRequest, MissingGroup
 from megatron_replay.engines.vllm_child import VllmChild
 from megatron_replay.engines.vllm_client import EngineError
 from megatron_replay.engines.vllm_engine import VllmEngine
@@ -83,7 +83,7 @@ class VllmColocatedEngine(VllmEngine):
         )
         return True
 
-    def sample(self, prompts: Sequence[Prompt], group_size: int) -> tuple[list[Completion], list[Prompt], list[str]]:
+    def sample(self, asked: Sequence[MissingGroup], group_size: int) -> tuple[list[Completion], list[MissingGroup]]:
         request = GroupRequest(
             self.sampling, self.eos_id, group_size, self.weight_version, seeded=not self.config.unseeded
         )
@@ -92,24 +92,23 @@ class VllmColocatedEngine(VllmEngine):
             self._wake("kv_cache")
             answers = self._child.call(
                 "generate",
-                [p.tokens for p in prompts],
-                [request.params(p) for p in prompts],
+                [a.prompt.tokens for a in asked],
+                [request.params(a.prompt) for a in asked],
                 timeout=self.config.request_timeout,
             )
         except EngineError as error:
             self.counts["timed_out" if error.kind == "timeout" else "server_failures"] += 1
-            return [], list(prompts), [str(error)] * len(prompts)
-        done, failed, reasons = [], [], []
-        for prompt, samples in zip(prompts, answers, strict=True):
+            return [], [MissingGroup(a.prompt, a.failures + 1, str(error)) for a in asked]
+        done, missing = [], []
+        for a, samples in zip(asked, answers, strict=True):
             if (problem := request.problem(samples)) is None:
-                done += request.completions(prompt, samples)
+                done += request.completions(a.prompt, samples)
                 continue
             self.counts[problem.counter] += 1
             self._hopeless |= problem.final
             self.counts["discarded_samples"] += len(samples)
-            failed.append(prompt)
-            reasons.append(problem.words)
-        return done, failed, reasons
+            missing.append(MissingGroup(a.prompt, a.failures + 1, problem.words))
+        return done, missing
 
     def _wake(self, part: str) -> None:
         if self.ranks.device.type == "cuda" and self._asleep:
@@ -141,11 +140,10 @@ class PendingGroups:
     def result(self, version: int) -> list[Completion]:
         """Sample. What failed is sampled again by an engine with the policy's weights, `version`."""
         done: list[Completion] = []
-        failed: list[Prompt] = []
-        reasons: list[str] = []
+        missing: list[MissingGroup] = []
         if self.engine.ranks.leads:
-            done, failed, reasons = self.engine.sample(self.prompts, self.group_size)
-        completions = self.engine._complete(done, failed, reasons, self.group_size, version)
+            done, missing = self.engine.sample([MissingGroup(p) for p in self.prompts], self.group_size)
+        completions = self.engine._complete(done, missing, self.group_size, version)
         self.engine.rest()
         return completions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +11,9 @@ from typing import ClassVar, Protocol
 
 from megatron_replay.config import SamplingConfig, VllmConfig
 from megatron_replay.engines.engine_ranks import EngineRanks
+from megatron_replay.engines.group_request import MissingGroup
 from megatron_replay.engines.vllm_options import ServedModel
-from megatron_replay.rollout import Completion, Prompt
+from megatron_replay.rollout import Completion
 from megatron_replay.weight_sync.engine_control import EngineControl
 from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
@@ -28,15 +30,25 @@ class ShardedPolicy(Protocol):
 class VllmEngine:
     """Engine over vLLM. All ranks call every method together, each with its data-parallel shard of the prompts.
 
-    An engine that dies, hangs or refuses is replaced and given the whole weight set; samples that were lost are counted
-    and asked for again. After config.retries such rounds the failure is raised, in the engine's own words.
+    An engine that dies, hangs or refuses is replaced and given the whole weight set; after config.retries more attempts
+    the failure is raised, in the engine's own words. A prompt whose group was lost is sampled again, config.retries
+    times in all; then the group is dropped and counted, and where no other is left the failure is raised.
     """
 
     # what --rl-vllm-transport auto is on a CPU and on a GPU, and what cannot work there
     AUTO: ClassVar[dict[str, str]]
     IMPOSSIBLE: ClassVar[dict[str, str]] = {}
     # how often each of these happened since the last `metrics`; all are reported, also at 0
-    COUNTS = ("restarts", "failed_syncs", "retried", "timed_out", "aborted", "server_failures", "wrong_version")
+    COUNTS = (
+        "restarts",
+        "failed_syncs",
+        "retried",
+        "dropped_groups",
+        "timed_out",
+        "aborted",
+        "server_failures",
+        "wrong_version",
+    )
 
     def __init__(
         self,
@@ -114,8 +126,8 @@ class VllmEngine:
         """An address on the way to those engines."""
         return "127.0.0.1"
 
-    def sample(self, prompts: Sequence[Prompt], group_size: int) -> tuple[list[Completion], list[Prompt], list[str]]:
-        """On a leader: completions, and the prompts that failed with the reasons why. Counts what went wrong."""
+    def sample(self, asked: Sequence[MissingGroup], group_size: int) -> tuple[list[Completion], list[MissingGroup]]:
+        """On a leader: completions, and what is still missing. Counts what went wrong."""
         raise NotImplementedError
 
     # What they share.
@@ -189,25 +201,55 @@ class VllmEngine:
             return str(error), None
 
     def _complete(
-        self, done: list[Completion], failed: list[Prompt], reasons: list[str], group_size: int, version: int
+        self, done: list[Completion], missing: list[MissingGroup], group_size: int, version: int
     ) -> list[Completion]:
-        """All completions of a replica on all its ranks, what failed sampled again with weights of `version`."""
-        rounds = 0
-        while self.ranks.any(bool(failed)):
-            refused = self.ranks.any(self._hopeless)
-            if refused or rounds == self.config.retries:
-                said = "; ".join(sorted(set(self.ranks.from_leader(reasons)))) or "another replica failed"
-                how = (
-                    "and no other attempt would help" if refused else f"after {rounds} more rounds (--rl-vllm-retries)"
+        """A replica's completions on all its ranks. What is missing is sampled again with weights of `version`.
+
+        A prompt has one try more than the retries, those of its first `sample` included; then its group is dropped and
+        counted. Raises RuntimeError where none of the run's is left, or another attempt would not help.
+        """
+        tries, rounds = self.config.retries + 1, 0
+        dropped: list[MissingGroup] = []
+        # an engine that is lost before it has taken a prompt costs it a try too, or there would be no end
+        missing = [replace(m, failures=max(m.failures, 1)) for m in missing]
+        while True:
+            refused = self._hopeless
+            if not refused:
+                dropped += [m for m in missing if m.failures >= tries]
+                missing = [m for m in missing if m.failures < tries]
+            sums = self.ranks.sum_of_leaders(list(map(float, (refused, len(missing), len(dropped), len(done)))))
+            if sums[0]:
+                raise RuntimeError(
+                    f"prompts could not be sampled, and no other attempt would help: {self._said(missing)}"
                 )
-                raise RuntimeError(f"prompts could not be sampled, {how}: {said}")
+            if not sums[1]:
+                break
             rounds += 1
             self._sync(version, suspect=rounds > 1)
-            if self.ranks.leads and failed:
-                self.counts["retried"] += len(failed)
-                more, failed, reasons = self.sample(failed, group_size)
+            if self.ranks.leads and missing:
+                self.counts["retried"] += len(missing)
+                before = {m.prompt.counter: m.failures for m in missing}
+                more, missing = self.sample(missing, group_size)
                 done = done + more
+                missing = [replace(m, failures=max(m.failures, before[m.prompt.counter] + 1)) for m in missing]
+        if sums[2] and not sums[3]:
+            raise RuntimeError(
+                f"no group of the step could be sampled in {tries} tries (--rl-vllm-retries {self.config.retries}): "
+                f"{self._said(dropped)}"
+            )
+        if dropped:
+            self.counts["dropped_groups"] += len(dropped)
+            warnings.warn(
+                f"{len(dropped)} groups were dropped, not sampled in {tries} tries: {_reasons(dropped)}", stacklevel=2
+            )
         done = sorted(self.ranks.from_leader(done), key=lambda c: c.uid)
         self._sampled_by = max((c.weight_version for c in done), default=self._sampled_by)
         self.counts["tokens"] += sum(len(c.tokens) for c in done)
         return done
+
+    def _said(self, missing: list[MissingGroup]) -> str:
+        return self.ranks.from_leader(_reasons(missing)) or "another replica failed"
+
+
+def _reasons(missing: Sequence[MissingGroup]) -> str:
+    return "; ".join(sorted({m.reason for m in missing}))

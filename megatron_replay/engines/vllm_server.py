@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +16,11 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_replay.engines.child_process import ChildProcess
+from megatron_replay.engines.group_request import MissingGroup
 from megatron_replay.engines.request_pool import PoolResult, RequestPool
 from megatron_replay.engines.require_api_key import KEY_VARIABLE
 from megatron_replay.engines.vllm_client import EngineError, VllmClient
-from megatron_replay.engines.vllm_command import check_version, is_loopback, launch_server
+from megatron_replay.engines.vllm_command import POLL, check_version, is_loopback, launch_server
 from megatron_replay.engines.vllm_engine import VllmEngine
 from megatron_replay.rollout import Completion, Prompt
 
@@ -28,13 +31,15 @@ STRIKES = 2  # pushes in a row that fail at a server, before it is left out
 class Server:
     """One server; without a process it is the user's. `client` is None while it is down or left out.
 
-    `barred` is why a server of the user's that answers is left out; it is tried again once it has stopped answering.
+    Of the user's: `problem` is why one that answers is left out, "" where it does not answer; `barred` is such a
+    problem that stays until it has stopped answering.
     """
 
     number: int
     url: str = ""
     process: ChildProcess | None = None
     client: VllmClient | None = None
+    problem: str = ""
     barred: str = ""
 
 
@@ -55,13 +60,15 @@ class VllmServerEngine(VllmEngine):
         urls = self.config.server_urls
         self._servers = [Server(i, url) for i, url in enumerate(urls or [""] * self.config.servers)]
         self._spawned = not urls
-        self._reason = ""  # why a server that answers is left out
         nodes = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self._spawned and nodes and is_loopback(self.config.host):
             raise ValueError(
                 f"--rl-vllm-host must be an address that the other nodes of the run reach, got {self.config.host!r}; "
                 f"0.0.0.0 is all of this node's, and needs {KEY_VARIABLE}"
             )
+        if self._spawned and is_loopback(self.config.host):
+            # everyone on this machine reaches the port, and could replace the weights
+            self._key = self.ranks.from_first(self._key or secrets.token_urlsafe())
         self._urls: tuple[str, ...] = ()
         self._pool: RequestPool | None = None
 
@@ -70,7 +77,10 @@ class VllmServerEngine(VllmEngine):
         future = None
         if self.ranks.leads:
             assert self._pool is not None, "load_weights comes first"
-            future = self._pool.submit(prompts, group_size, self.weight_version, self.progress)
+            asked = [MissingGroup(prompt) for prompt in prompts]
+            # the last try comes after a push, which finds out the servers that hang
+            tries = max(1, self.config.retries)
+            future = self._pool.submit(asked, group_size, self.weight_version, self.progress, tries)
         return PendingRequests(self, future, group_size)
 
     def close(self) -> None:
@@ -95,15 +105,17 @@ class VllmServerEngine(VllmEngine):
         if self._spawned:
             new = self._start(self._servers if suspect else gone)
         else:
-            new = self._look_for(gone) | self._leave_out()
+            new = self._look_for(gone) | self._leave_out() | self._wait()
         if not self.controls():
-            words = self._reason or "no server answers"
+            words = next((s.problem for s in self._servers if s.problem), "") or (
+                f"no server answers within --rl-vllm-startup-timeout {self.config.startup_timeout:g} s"
+            )
             raise EngineError("unreachable", ", ".join(s.url for s in self._servers), "start", words)
         return new
 
-    def sample(self, prompts: Sequence[Prompt], group_size: int) -> tuple[list[Completion], list[Prompt], list[str]]:
+    def sample(self, asked: Sequence[MissingGroup], group_size: int) -> tuple[list[Completion], list[MissingGroup]]:
         assert self._pool is not None
-        return self._counted(self._pool.generate(prompts, group_size, self.weight_version, self.progress))
+        return self._counted(self._pool.generate(asked, group_size, self.weight_version, self.progress))
 
     def _sync(self, version: int, suspect: bool = False) -> None:
         super()._sync(version, suspect)
@@ -121,10 +133,10 @@ class VllmServerEngine(VllmEngine):
                 client.close()
         self._pool = None
 
-    def _counted(self, result: PoolResult) -> tuple[list[Completion], list[Prompt], list[str]]:
+    def _counted(self, result: PoolResult) -> tuple[list[Completion], list[MissingGroup]]:
         self.counts.update(vars(result.counters))
         self._hopeless |= result.refused
-        return result.completions, result.failed_prompts, result.reasons
+        return result.completions, result.missing
 
     def _start(self, servers: Sequence[Server]) -> bool:
         """Start our servers (again), all at once; True if there were any."""
@@ -150,17 +162,36 @@ class VllmServerEngine(VllmEngine):
         for server in gone:
             changed |= server.client is not None
             _stop(server)
+            server.problem = ""
             client = VllmClient(server.url, self._key, self.config.sync_timeout)
             if not client.healthy():
                 # it may come back as another
                 server.barred = ""
-            elif not server.barred and not (problem := _version_problem(client)):
+            elif not (problem := server.barred or _version_problem(client)):
                 server.client, changed = client, True
                 continue
             else:
-                self._reason = server.barred or problem
+                server.problem = problem
             client.close()
         return changed
+
+    def _wait(self) -> bool:
+        """Where none of the user's servers can be fed, until one can that does not answer yet, for up to
+        --rl-vllm-startup-timeout; True if one came."""
+        deadline = time.monotonic() + self.config.startup_timeout
+        came = warned = False
+        while not self.controls() and not all(s.problem for s in self._servers) and time.monotonic() < deadline:
+            if not warned:
+                silent = ", ".join(s.url for s in self._servers if not s.problem)
+                warnings.warn(
+                    f"no server answers at {silent}: waiting for up to --rl-vllm-startup-timeout "
+                    f"{self.config.startup_timeout:g} s",
+                    stacklevel=2,
+                )
+                warned = True
+            time.sleep(POLL)
+            came = self._look_for(self._servers)
+        return came
 
     def _leave_out(self) -> bool:
         """Leave out those of the user's servers that keep failing pushes, where others take them; True if any did."""
@@ -187,11 +218,10 @@ class PendingRequests:
     def result(self, version: int) -> list[Completion]:
         """Wait. What failed is sampled again with the policy's weights as they are now, `version`."""
         done: list[Completion] = []
-        failed: list[Prompt] = []
-        reasons: list[str] = []
+        missing: list[MissingGroup] = []
         if self.future is not None:
-            done, failed, reasons = self.engine._counted(self.future.result())
-        return self.engine._complete(done, failed, reasons, self.group_size, version)
+            done, missing = self.engine._counted(self.future.result())
+        return self.engine._complete(done, missing, self.group_size, version)
 
 
 def server_devices(number: int, size: int, device: torch.device) -> dict[str, str]:

@@ -17,7 +17,16 @@ from megatron_replay.engines.vllm_command import launch_server
 from megatron_replay.engines.vllm_options import ServedModel
 from tests.hf_models import CASES, random_model
 from tests.launch import run_script
-from tests.vllm_greedy import ENGINE_SIZES, PARAMS, Answers, answers, check_same, llm_options, prompts
+from tests.vllm_greedy import (
+    ENGINE_SIZES,
+    MAX_MODEL_LEN,
+    PARAMS,
+    Answers,
+    answers,
+    check_same,
+    llm_options,
+    prompts,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,7 +56,7 @@ def pushes(folder: Path) -> list[dict[str, Any]]:
 
     def start(size: int) -> Any:
         config = VllmConfig(tensor_parallel_size=size, max_num_seqs=16, memory_gib=0.1, startup_timeout=400)
-        served = ServedModel(models[0], "float32", 96, seed=size, device="cpu")
+        served = ServedModel(models[0], "float32", MAX_MODEL_LEN, seed=size, device="cpu")
         return launch_server(config, served, None, folder / f"server{size}.log")
 
     with ThreadPoolExecutor(len(SIZES)) as pool:
@@ -66,8 +75,7 @@ def fresh(folder: Path, pushes: list[dict[str, Any]]) -> dict[str, Answers]:
     """What engines that were started from the exported checkpoints answer."""
 
     def ask(name: str) -> Answers:
-        options = llm_options(folder / "out" / name, max_model_len=96)
-        child = VllmChild(options, folder / f"{name}.log", timeout=120, startup_timeout=400)
+        child = VllmChild(llm_options(folder / "out" / name), folder / f"{name}.log", timeout=120, startup_timeout=400)
         found = child.call("generate", prompts(VOCAB), [PARAMS] * 8)
         child.close()
         return answers(found)

@@ -16,6 +16,7 @@ COUNTS = (
     ("replay/degenerate_step", "steps without a group that has variance: nothing drawn, nothing trained"),
     ("dropped_rewards", "rollouts without a finite reward: not trained on, not stored"),
     ("dropped_logprobs", "rollouts without finite log-probs: not trained on, not stored"),
+    ("engine/dropped_groups", "groups that came in none of their tries: not trained on, not stored"),
     ("engine/failed_syncs", "pushes of weights that did not complete"),
     ("engine/restarts", "engines started again"),
     ("engine/server_failures", "requests without a usable answer"),

@@ -105,7 +105,12 @@ ENGINE = (
     Panel("Tokens sampled", (("engine/tokens", "tokens"),), "for a step, over all ranks"),
     Panel(
         "Samples lost",
-        (("engine/retried", "prompts again"), ("engine/discarded_samples", "discarded"), ("engine/timed_out", "late")),
+        (
+            ("engine/retried", "prompts again"),
+            ("engine/dropped_groups", "groups dropped"),
+            ("engine/discarded_samples", "discarded"),
+            ("engine/timed_out", "late"),
+        ),
     ),
     Panel(
         "Failures",
