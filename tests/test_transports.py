@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_replay.weight_sync.error import WeightSyncError
-from megatron_replay.weight_sync.transports import Receiver, Sender, open_receiver, open_sender
+from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
+from megatron_replay.weight_sync.transports import Receiver, Sender, broadcast, nccl, open_receiver, open_sender
 from megatron_replay.weight_sync.transports.cuda_ipc import refuse_expandable_segments
 from tests.transfers import CPU
 
@@ -148,6 +153,149 @@ def test_an_engine_elsewhere_is_told_what_the_transport_needs(address: dict[str,
         WeightSyncError, match=rf"transport {address['transport']} needs an engine (in|on) the trainer's"
     ):
         open_receiver(address, worker=0, device=CPU, timeout=1.0)
+
+
+def test_a_later_sender_has_the_slots_of_one_that_is_closed() -> None:
+    """So that engines which are started again and again do not add up on the trainer's GPUs."""
+
+    def slots(sender: Sender) -> int:
+        return sender.message(16).data_ptr()
+
+    first, (receiver,) = opened("shared-memory")
+    before = slots(first)
+    for end in (receiver, first, first):
+        end.close()
+    second, (receiver,) = opened("shared-memory")
+    assert slots(second) == before
+    beside, (other,) = opened("shared-memory")
+    assert slots(beside) != before, "closed twice, left once"
+    larger = open_sender("shared-memory", host="", workers=1, largest=10 * LARGEST, device=CPU, timeout=1.0)
+    assert slots(larger) not in (before, slots(beside))
+    # what is sent through them arrives
+    second.message(4096).copy_(content(1, 4096))
+    second.send()
+    assert torch.equal(receiver.receive(4096).wait(), content(1, 4096))
+    for end in (receiver, other, second, beside, larger):
+        end.close()
+
+
+class FakeGroup:
+    """NCCL's, as far as a machine without it can have one: its first message meets the others, or hangs."""
+
+    def __init__(self, meets: bool, arrives: bool = True, error: Exception | None = None) -> None:
+        self.met, self.aborted, self.arrives, self.error = threading.Event(), threading.Event(), arrives, error
+        if meets:
+            self.met.set()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.met.wait()
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(is_completed=lambda: self.arrives, wait=lambda: True)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def over_nccl(monkeypatch: pytest.MonkeyPatch, group: FakeGroup, timeout: float) -> Sender:
+    monkeypatch.setattr(broadcast, "_group", lambda *_: group)
+    monkeypatch.setattr(broadcast, "nccl_version", lambda: [2, 27, 5])
+    return open_sender("nccl", host="127.0.0.1", workers=1, largest=64, device=CPU, timeout=timeout)
+
+
+def test_a_meeting_over_nccl_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup(meets=False)
+    sender = over_nccl(monkeypatch, group, 0.3)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"^transport nccl: not all had met after 0\.3 s$"):
+        sender.connect()
+    assert 0.2 < time.monotonic() - began < 8
+    sender.close()
+    # nobody waits for the call any more, and what comes of it is given up
+    assert not group.aborted.is_set()
+    group.met.set()
+    assert group.aborted.wait(8)
+
+
+def test_a_meeting_over_nccl_that_is_given_up_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup(meets=False)
+    sender = over_nccl(monkeypatch, group, 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(sender.connect)
+        time.sleep(0.1)
+        sender.close()
+        error = fails(connecting)
+    assert isinstance(error, WeightSyncError) and str(error) == "transport nccl: given up before all had met"
+    group.met.set()
+    assert group.aborted.wait(8)
+
+
+def test_what_nccl_says_of_a_meeting_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = over_nccl(monkeypatch, FakeGroup(meets=True, error=RuntimeError("no route")), 8.0)
+    with pytest.raises(RuntimeError, match="^no route$"):
+        sender.connect()
+    sender.close()
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_message_over_nccl_that_does_not_arrive_raises(monkeypatch: pytest.MonkeyPatch, connected: bool) -> None:
+    group = FakeGroup(meets=True, arrives=connected)
+    sender = over_nccl(monkeypatch, group, 0.3)
+    with pytest.raises(WeightSyncError, match=r"^a message over NCCL took longer than 0\.\d+ s$"):
+        sender.connect()
+        group.arrives = False
+        sender.message(16)
+        sender.send()
+        sender.flush()
+    assert group.aborted.is_set()
+    sender.close()
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_errors_of_an_nccl_group_are_left_to_those_who_wait(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """torch reads the mode from the environment when it makes a group: other groups keep theirs."""
+    made: list[tuple[Any, str | None]] = []
+
+    class Group:
+        class Options:
+            _timeout = timedelta(0)
+
+        def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+            made.append((options._timeout, os.environ.get(nccl.ERROR_HANDLING)))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    if before is None:
+        monkeypatch.delenv(nccl.ERROR_HANDLING, raising=False)
+    else:
+        monkeypatch.setenv(nccl.ERROR_HANDLING, before)
+    limit = timedelta(minutes=10)
+    nccl.nccl_group(dist.HashStore(), 0, 2, limit)
+    ((watchdog, mode),) = made
+    assert watchdog >= 2 * limit and mode == "0"
+    assert os.environ.get(nccl.ERROR_HANDLING) == before
+
+
+def test_a_process_survives_failed_groups_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in ((None, "0"), ("1", "1")):
+        if before is None:
+            monkeypatch.delenv(nccl.DUMP, raising=False)
+        else:
+            monkeypatch.setenv(nccl.DUMP, before)
+        nccl.survive_failed_groups()
+        assert os.environ[nccl.DUMP] == after
+    monkeypatch.delenv(nccl.DUMP)
+
+
+def test_two_versions_of_nccl_are_told_apart_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = over_nccl(monkeypatch, FakeGroup(meets=True), 1.0)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7, "rc1"))
+    words = r"^transport nccl .* the trainer has 2\.27\.5, the engine 2\.29\.7; --rl-vllm-transport gloo"
+    with pytest.raises(PlanRefusedError, match=words):
+        open_receiver(sender.address, worker=0, device=CPU, timeout=1.0)
+    sender.close()
+    nccl.check_same_nccl([2, 29, 7])
 
 
 def test_unknown_transports_and_too_many_workers_are_refused() -> None:

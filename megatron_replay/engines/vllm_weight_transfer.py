@@ -26,9 +26,12 @@ from megatron_replay.weight_sync.error import PlanRefusedError, WeightSyncError
 from megatron_replay.weight_sync.model_shape import ModelShape
 from megatron_replay.weight_sync.receiver import WeightReceiver
 from megatron_replay.weight_sync.transfer_plan import TransferPlan
+from megatron_replay.weight_sync.transports.nccl import survive_failed_groups
 
 
 def register() -> None:
+    # a trainer that ends leaves the engine alive
+    survive_failed_groups()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "MegatronReplayTransferEngine")
 

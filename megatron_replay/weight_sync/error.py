@@ -15,4 +15,5 @@ class WeightSyncError(RuntimeError):
 
 
 class PlanRefusedError(WeightSyncError):
-    """The engine serves another model than the trainer trains. Trying again does not help; no weight was touched."""
+    """The engine cannot take this trainer's weights: it serves another model, or has another NCCL. Trying again does
+    not help; no weight was touched."""

@@ -7,8 +7,10 @@ surrounding torchrun, and make the store a client of the launcher's.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 from megatron_replay.weight_sync.error import WeightSyncError
 from megatron_replay.weight_sync.transports.addresses import address_towards
 from megatron_replay.weight_sync.transports.buffers import BUFFERS, BufferedSender
+from megatron_replay.weight_sync.transports.nccl import check_same_nccl, nccl_group, nccl_version
 
 POLL = 2e-4  # seconds
 
@@ -46,30 +49,39 @@ class BroadcastSender(BufferedSender):
             "world": self.world,
             "largest": largest,
         }
+        if backend == "nccl":
+            self.address["nccl"] = nccl_version()
         self._group: Any = None
+        self._first: Future[Any] = Future()
 
     def connect(self) -> None:
-        self._group = _group(self.backend, self._store, 0, self.world, self.timeout, self.host)
-        _meet(self._group, self.backend, self._free[0][:1], self.timeout)
+        group = _group(self.backend, self._store, 0, self.world, self.timeout, self.host)
+        _meet(group, self.backend, self._free[0][:1], self.timeout, self._first)
+        self._group = group
 
     def _start(self, message: Tensor) -> Callable[[], object]:
         return partial(_finish, _broadcast(self._group, message), self._group, self.backend, self.timeout)
 
     def close(self) -> None:
+        # who still waits to meet the workers, in another thread, is told
+        self._first.cancel()
         _end(self._group)
         self._group = None
 
 
 class BroadcastReceiver:
     def __init__(self, address: dict[str, Any], worker: int, device: torch.device, timeout: float) -> None:
+        if address["transport"] == "nccl":
+            check_same_nccl(address["nccl"])
         limit = timedelta(seconds=timeout)
         host, world = address["host"], address["world"]
         store = dist.TCPStore(host, address["port"], world, False, limit, wait_for_workers=False)
         self._backend, self._limit = address["transport"], limit
-        self._group = _group(self._backend, store, 1 + worker, world, limit, address_towards(host))
+        group = _group(self._backend, store, 1 + worker, world, limit, address_towards(host))
         # fresh memory costs more than the transfer: its pages come one by one
         self._free = [torch.empty(address["largest"], dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        _meet(self._group, self._backend, self._free[0][:1], limit)
+        _meet(group, self._backend, self._free[0][:1], limit, Future())
+        self._group = group
 
     def receive(self, nbytes: int) -> _Arriving:
         buffer = self._free.pop()
@@ -93,9 +105,7 @@ class _Arriving:
 
 def _group(backend: str, store: dist.Store, rank: int, world: int, timeout: timedelta, host: str) -> Any:
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, options)
+        return nccl_group(store, rank, world, timeout)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -109,16 +119,44 @@ def _broadcast(group: Any, message: Tensor) -> Any:
     return group.broadcast([message], options)
 
 
-def _meet(group: Any, backend: str, memory: Tensor, timeout: timedelta) -> None:
-    """NCCL makes its communicator with the first message; gloo has met all in its constructor."""
-    if backend == "nccl":
-        _finish(_broadcast(group, memory), group, backend, timeout)
+def _meet(group: Any, backend: str, memory: Tensor, timeout: timedelta, first: Future[Any]) -> None:
+    """NCCL makes its communicator with the first message; gloo has met all in its constructor.
+
+    The call waits for all and has no limit, so it is made in a thread. Raises TimeoutError when the limit is over, and
+    WeightSyncError when `first` is cancelled before; the call is then left to itself, and ends what comes of it.
+    """
+    if backend != "nccl":
+        return
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def send_first() -> None:
+        try:
+            work = _broadcast(group, memory)
+        except Exception as error:
+            outcome: Callable[[], None] = partial(first.set_exception, error)
+        else:
+            outcome = partial(first.set_result, work)
+        try:
+            outcome()
+        except InvalidStateError:
+            group.abort()
+
+    # a daemon: the end of the process does not wait for it
+    threading.Thread(target=send_first, daemon=True, name="nccl-meeting").start()
+    try:
+        first.exception(timeout.total_seconds())
+    except CancelledError:
+        raise WeightSyncError(f"transport {backend}: given up before all had met") from None
+    except TimeoutError:
+        if first.cancel():
+            raise TimeoutError(f"transport {backend}: not all had met after {timeout.total_seconds():g} s") from None
+    _finish(first.result(), group, backend, timedelta(seconds=max(0.0, deadline - time.monotonic())))
 
 
 def _finish(work: Any, group: Any, backend: str, timeout: timedelta) -> None:
     """Wait until a message has been sent or has arrived; raise after the timeout.
 
-    NCCL's own wait only orders streams: who is late there would be noticed by its watchdog, which ends the process.
+    NCCL's own wait only orders streams: who is late there would be noticed by its watchdog alone (transports.nccl).
     """
     if backend == "nccl":
         deadline = time.monotonic() + timeout.total_seconds()

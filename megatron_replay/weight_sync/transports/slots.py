@@ -3,6 +3,9 @@
 The sender fills one slot while the workers read the other. Who may do what travels as single bytes over a
 local socket, so the kernel orders memory and a peer that dies is noticed at once. Host memory is an anonymous file
 whose descriptor goes over the same socket: it has no name that could be left behind, and no limit of /dev/shm.
+
+The memory of a sender that is closed serves the next one of its size. torch frees device memory that it has exported
+only when every process that opened it says so, and an engine that was killed never does.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import secrets
 import socket
 import struct
 import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ from megatron_replay.weight_sync.transports import cuda_ipc
 
 SLOTS = 2
 _FILLED, _READ = b"f", b"r"
+# of this process, by device and bytes: (slots, file of host memory or -1) that closed senders have left
+_SPARE: defaultdict[tuple[torch.device, int], list[tuple[Tensor, int]]] = defaultdict(list)
 
 
 class SlotSender:
@@ -32,13 +38,9 @@ class SlotSender:
             raise ValueError(f"transports shared-memory and cuda-ipc need Linux, got {sys.platform}; use gloo")
         self.workers, self.timeout = workers, timeout
         self._slot_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._file = -1
-        if device.type == "cuda":
-            self._memory = torch.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
-        else:
-            self._file = os.memfd_create("megatron-replay-weights")
-            os.ftruncate(self._file, SLOTS * self._slot_bytes)
-            self._memory = _map(self._file, SLOTS * self._slot_bytes)
+        self._spare = _SPARE[device, SLOTS * self._slot_bytes]
+        self._memory, self._file = self._spare.pop() if self._spare else _new(device, SLOTS * self._slot_bytes)
+        self._closed = False
         # abstract: the name is in no file system and goes with the socket; the secret keeps other users out
         name, self._secret = f"megatron-replay-{secrets.token_hex(8)}", secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -90,9 +92,9 @@ class SlotSender:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
         self._peers = []
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if not self._closed:
+            self._closed = True
+            self._spare.append((self._memory, self._file))
 
     def _wait(self) -> None:
         for peer in self._peers:
@@ -144,6 +146,14 @@ class _Slot:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self._peer.sendall(_READ)
+
+
+def _new(device: torch.device, size: int) -> tuple[Tensor, int]:
+    if device.type == "cuda":
+        return torch.empty(size, dtype=torch.uint8, device=device), -1
+    file = os.memfd_create("megatron-replay-weights")
+    os.ftruncate(file, size)
+    return _map(file, size), file
 
 
 def _map(file: int, size: int) -> Tensor:
