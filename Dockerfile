@@ -7,9 +7,11 @@ ARG BASE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${BASE} AS trainer
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
-# the extension, for A100, H100 and B200; the base image's TORCH_CUDA_ARCH_LIST has no say in it
+# the extension, for A100, H100 and B200; the base image's TORCH_CUDA_ARCH_LIST has no say in it. The base image computes
+# products of float32 in TF32, whose 10 bits of mantissa are fewer than what float32 is compared to, here and in vLLM.
 ENV MEGATRON_REPLAY_CUDA=1 \
     MEGATRON_REPLAY_CUDA_ARCHS="80;90;100" \
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -76,6 +78,15 @@ SCRIPT
 RUN LD_LIBRARY_PATH="/usr/local/cuda/compat/lib.real:${LD_LIBRARY_PATH:-}" /opt/vllm/python -c "import vllm; \
 from importlib.metadata import entry_points, version; assert version('vllm') == '0.32.0', version('vllm'); \
 assert 'megatron_replay' in entry_points(group='vllm.general_plugins').names"
+
+# NCCL meets none of another version, and each torch loads one of its own: the image's and the wheel's. Where they differ
+# `--build-arg NCCL_MAY_DIFFER=1` builds all the same, for `--rl-vllm-transport gloo`; `nccl` is refused when it is used.
+ARG NCCL_MAY_DIFFER=
+RUN export LD_LIBRARY_PATH="/usr/local/cuda/compat/lib.real:${LD_LIBRARY_PATH:-}" \
+ && version="import torch; print(*torch.cuda.nccl.version()[:3], sep='.')" \
+ && trainer=$(python -c "$version") && vllm=$(/opt/vllm/python -c "$version") \
+ && echo "NCCL: the trainer's torch loads $trainer, vLLM's $vllm" \
+ && { test "$trainer" = "$vllm" || test -n "$NCCL_MAY_DIFFER"; }
 
 # examples/qwen3 and examples/serve_vllm.sh read these
 ENV VLLM_PYTHON=/opt/vllm/python

@@ -263,6 +263,31 @@ def test_vllms_interpreter_sees_no_library_of_the_images_torch(
     assert process.returncode == 7
 
 
+@pytest.mark.parametrize(
+    ("versions", "may_differ", "code"),
+    [(("2.29.7", "2.29.7"), "", 0), (("2.29.7", "2.27.5"), "", 1), (("2.29.7", "2.27.5"), "1", 0)],
+)
+def test_two_versions_of_nccl_end_the_build(
+    tmp_path: Path, versions: tuple[str, str], may_differ: str, code: int
+) -> None:
+    (step,) = (i.words for i in instructions(DOCKERFILE) if "torch.cuda.nccl" in i.words)
+    for name, version in zip(("python", "vllm"), versions, strict=True):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {version}\n')
+        program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NCCL_MAY_DIFFER": may_differ}
+    command = ["bash", "-euo", "pipefail", "-c", step.replace("/opt/vllm/python", str(tmp_path / "vllm"))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout == f"NCCL: the trainer's torch loads {versions[0]}, vLLM's {versions[1]}\n"
+
+
+def test_float32_is_float32_in_the_image_and_in_the_check() -> None:
+    (settings,) = (i for i in instructions(DOCKERFILE) if i.name == "ENV" and "TF32" in i.words)
+    assert settings.stage == "trainer" and "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0" in settings.words.split()
+    assert "\nexport TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0\n" in (ROOT / "tools" / "gpu_check.sh").read_text()
+
+
 def test_the_interpreters_script_is_clean(interpreter: Path) -> None:
     shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     if shellcheck is None:

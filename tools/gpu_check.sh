@@ -67,4 +67,6 @@ export MEGATRON_REPLAY_CUDA_ARCHS=${MEGATRON_REPLAY_CUDA_ARCHS:-$("$PYTHON" -c "
 # the project need not be installed; kernels are compiled, never interpreted
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 unset TRITON_INTERPRET
+# NVIDIA's images compute products of float32 in TF32; tests and measurements mean float32
+export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 steps | "$PYTHON" tools/run_steps.py "$out"

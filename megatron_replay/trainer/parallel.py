@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_replay.data_parallel import DataParallelGroup
+from megatron_replay.weight_sync.transports.nccl import survive_failed_groups
 
 T = TypeVar("T")
 
@@ -82,6 +83,9 @@ def initialize(
     tensor_size: int, pipeline_size: int, *, seed: int, timeout_minutes: float = 10.0, backend: str | None = None
 ) -> ParallelGroups:
     """Start torch.distributed, if it is not (torchrun's variables, or one process), and the model-parallel groups."""
+    # NVIDIA's images turn TF32 on for all float32 products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1): with 10 bits of
+    # mantissa float32 weights, and --rl-fp32-lm-head, would be float32 in name alone
+    torch.set_float32_matmul_precision("highest")
     if not dist.is_initialized():
         _start_distributed(backend, timedelta(minutes=timeout_minutes))
     world = dist.get_world_size()
@@ -106,7 +110,15 @@ def initialize(
 def _start_distributed(backend: str | None, timeout: timedelta) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= gpus:
+            needed = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            raise ValueError(
+                f"--nproc-per-node {needed} needs {needed} GPUs, got {gpus}; CUDA_VISIBLE_DEVICES= runs on CPUs"
+            )
+        torch.cuda.set_device(local_rank)
+        # the group that carries weights to engines may fail, and the run goes on
+        survive_failed_groups()
     backend = backend or ("nccl" if cuda else "gloo")
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
