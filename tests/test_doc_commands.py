@@ -97,7 +97,7 @@ def tool_takes(monkeypatch: pytest.MonkeyPatch, tool: str, flags: tuple[str, ...
 
 
 def assert_layout(args: argparse.Namespace, processes: int) -> None:
-    """Tools that are no trainer have no layout."""
+    """Of a trainer or an evaluation; other tools have none."""
     parts = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
     assert processes % parts == 0, f"{processes} processes of {parts} parts"
 
@@ -107,7 +107,9 @@ def test_a_command_is_one_that_its_program_takes(command: Command, monkeypatch: 
     name, *rest = command.program
     words = tuple(rest)
     if PYTHON.fullmatch(name) and words[0] != ENTRY:
-        assert_layout(tool_takes(monkeypatch, words[0], words[1:]), 1)
+        taken = tool_takes(monkeypatch, words[0], words[1:])
+        if words[0] != "tools/plan.py":  # whose layout is of machines that are elsewhere
+            assert_layout(taken, 1)
     elif name == "torchrun" or PYTHON.fullmatch(name):
         # a command that begins in the middle has no script to show where its flags begin
         args = trainer_flags(words[words.index(ENTRY) + 1 :] if ENTRY in words else words)

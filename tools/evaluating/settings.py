@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_replay import arguments
 from megatron_replay.tasks.prompt_encoder import PromptEncoder
+from megatron_replay.tasks.reward import needs_graders
 from megatron_replay.tokenizer import Tokenizer
 from megatron_replay.weight_sync.model_shape import ModelShape
 
@@ -32,7 +33,7 @@ def sample_settings(
     args: argparse.Namespace,
     shape: ModelShape,
     tokenizer: Tokenizer,
-    benchmarks: Iterable[Benchmark],
+    benchmarks: Collection[Benchmark],
 ) -> dict[str, Any]:
     """Setting -> value, all but the weights."""
     config = arguments.grpo_config(args)
@@ -51,7 +52,7 @@ def sample_settings(
         "--bf16": args.bf16,
         "--rl-fp32-lm-head": args.rl_fp32_lm_head,
         "--keep-text": own.keep_text,
-        **_reward_settings(args),
+        **_reward_settings(args, any(needs_graders(args.rl_reward, b.task) for b in benchmarks)),
     }
     for b in benchmarks:
         found[f"--benchmark {b.name} (problems and sha256)"] = [len(b.prompts), b.identity]
@@ -67,10 +68,10 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     return ""
 
 
-def _reward_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """A grader's limits decide what it leaves unjudged. The task's own score has none."""
+def _reward_settings(args: argparse.Namespace, graded: bool) -> dict[str, Any]:
+    """A grader's limits decide what it leaves unjudged. A task's own score has none."""
     found: dict[str, Any] = {"--rl-reward": args.rl_reward}
-    if args.rl_reward != "exact":
+    if graded:
         options = arguments.grader_options(args)
         found |= {"--rl-grader-timeout": options.timeout, "--rl-grader-memory-mib": options.memory_mib}
     file = Path(args.rl_reward.rpartition(":")[0])
