@@ -1,10 +1,11 @@
-# make train   set up, then train the quickstart     ARGS="..." appends flags (the last one wins), NPROC=n processes,
+# make train   set up, then train the quickstart     ARGS="..." appends flags (the last one wins), NPROC=n processes
+#              (2, or 1 where there is one GPU; each takes a GPU, and CUDA_VISIBLE_DEVICES= in front trains on the CPU),
 #              ENGINE=vllm-server or vllm-colocated samples with vLLM, into runs/quickstart-ENGINE
 # make test    set up, then run all tests
 # make help    what else there is
 
 PYTHON ?= python3
-NPROC ?= 2
+NPROC ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 ARGS ?=
 ENGINE ?= embedded
 # two processes, each with whole files: fixtures that start servers are started once; tests/conftest.py says in what order

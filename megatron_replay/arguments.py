@@ -128,7 +128,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(OptimizerOptions, "use_distributed_optimizer", "--use-distributed-optimizer", "shard optimizer state over data-parallel ranks"),
     ),
     "model": (
-        Flag(ModelOptions, "transformer_impl", "--transformer-impl", "layers; auto is Transformer Engine on CUDA where installed"),
+        Flag(ModelOptions, "transformer_impl", "--transformer-impl", "layers; auto is Transformer Engine on CUDA where installed, with --bf16"),
         Flag(ModelOptions, "sequence_parallel", "--sequence-parallel", "shard activations over tensor-parallel ranks between layers"),
         Flag(ModelOptions, "make_vocab_size_divisible_by", "--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this"),
         Flag(ModelOptions, "fp32_lm_head", "--rl-fp32-lm-head", "logits in float32, in trainer and engine: smaller gaps between their log-probs with --bf16"),

@@ -106,8 +106,16 @@ def test_transformer_engine_is_refused_where_it_cannot_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("what happens without a CUDA device")
     with pytest.raises(ValueError, match="--transformer-impl must be local or auto here, got 'transformer_engine'"):
-        resolve_impl("transformer_engine")
-    assert resolve_impl("auto") == resolve_impl("local") == "local"
+        resolve_impl("transformer_engine", torch.bfloat16)
+    assert resolve_impl("auto", torch.bfloat16) == resolve_impl("local", torch.bfloat16) == "local"
+
+
+def test_transformer_engine_is_chosen_where_its_attention_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.models.gpt.gpt_layer_specs.HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_impl("auto", torch.bfloat16) == "transformer_engine"
+    assert resolve_impl("auto", torch.float32) == resolve_impl("local", torch.bfloat16) == "local"
+    assert resolve_impl("transformer_engine", torch.float32) == "transformer_engine"
 
 
 @dataclasses.dataclass

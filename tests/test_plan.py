@@ -182,7 +182,7 @@ def saved_bytes(shape: ModelShape, at: ParallelGroups, **options: Any) -> int:
             ids,
             position_ids[None],
             None,
-            packed_seq_params=PackedSequences.build(cu, position_ids, max(LENGTHS)),
+            packed_seq_params=PackedSequences.build(cu, position_ids, max(LENGTHS), dtype=options["dtype"]),
             # the head's memory is planned apart: this keeps nothing
             output_processor=lambda *, hidden_states, **_: hidden_states.float().sum(),
         )

@@ -1,9 +1,9 @@
 """Attention of the local layer spec: packed sequences without a mask over the whole pack.
 
 Megatron's own local core attention builds a T x T mask and its unfused RoPE loops over the sequences of a
-pack. Here RoPE is one gather by position, and softmax attention runs either sequence by sequence (CPU: one
-SDPA call for each distinct length) or in torch's variable-length kernel (CUDA). With Transformer Engine none
-of this is used.
+pack. Here RoPE is one gather by position, and softmax attention runs in torch's variable-length kernel where it
+computes (`has_varlen_kernel`), and otherwise sequence by sequence: one SDPA call for each distinct length. With
+Transformer Engine none of this is used.
 
 Dims: T tokens of the pack, M members of its sequences (a shared prompt is a member of several), S sequence length,
 B batch, h heads, g query groups, d head dimension.
@@ -21,34 +21,46 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 
+def has_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length attention computes there: it is FlashAttention, which has no float32."""
+    return device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """PackedSeqParams with what is derived once for a pack and used by every layer."""
 
     position_ids: Tensor | None = None  # [T] int64
-    by_length: list[Tensor] = field(default_factory=list)  # of [n, S] int64, token positions of equal-length sequences
+    # of [n, S] int64, token positions of equal-length sequences; none: the variable-length kernel takes the pack
+    by_length: list[Tensor] = field(default_factory=list)
     inverse: Tensor | None = None  # [T] int64, where each token first stands in the concatenation of by_length
 
     @classmethod
     def build(
-        cls, cu_seqlens: Tensor, position_ids: Tensor, max_seqlen: int, members: Tensor | None = None
+        cls,
+        cu_seqlens: Tensor,
+        position_ids: Tensor,
+        max_seqlen: int,
+        members: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> PackedSequences:
         """cu_seqlens [n+1] int32 over members [M] int64, positions in the pack; without them sequence by sequence.
-        position_ids [T]. On the CPU the token positions are grouped by length; elsewhere members cannot be shared."""
+        position_ids [T]; `dtype` of the activations. The variable-length kernel knows no shared members."""
         groups: list[Tensor] = []
         inverse = None
-        if not cu_seqlens.is_cuda:
-            if members is None:
-                members = torch.arange(position_ids.numel())
+        device = cu_seqlens.device
+        if not has_varlen_kernel(device.type, dtype):
+            members = torch.arange(position_ids.numel(), device=device) if members is None else members.to(device)
             lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1].long()
             groups = [
-                members[starts[lengths == n][:, None] + torch.arange(n)]
+                members[starts[lengths == n][:, None] + torch.arange(n, device=device)]
                 for n in torch.unique(lengths).tolist()
                 if n > 0
             ]
             flat = torch.cat([at.flatten() for at in groups])
             inverse = torch.full_like(position_ids, flat.numel())
-            inverse.scatter_reduce_(0, flat, torch.arange(flat.numel()), "amin")
+            inverse.scatter_reduce_(0, flat, torch.arange(flat.numel(), device=device), "amin")
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -136,7 +148,7 @@ class SdpaCoreAttention(torch.nn.Module):
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
         """q [T, h, d], k and v [T, g, d] -> [T, 1, h*d]."""
-        if q.is_cuda:
+        if not packed.by_length:
             from torch.nn.attention.varlen import varlen_attn
 
             cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q

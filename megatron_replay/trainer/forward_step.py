@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
@@ -121,8 +122,14 @@ class LogprobForwardStep:
 def _run(model: torch.nn.Module, pack: PackedMicrobatch, head: Callable[..., Tensor], groups: ParallelGroups) -> Tensor:
     put = _to(groups.device)
     position_ids = put(pack.position_ids)
-    # attention on a GPU has no use for the members, so they stay where they are
-    packed = PackedSequences.build(put(pack.cu_seqlens), position_ids.squeeze(0), pack.max_seqlen, pack.members)
+    # attention in one kernel has no use for the members, so they stay where they are
+    packed = PackedSequences.build(
+        put(pack.cu_seqlens),
+        position_ids.squeeze(0),
+        pack.max_seqlen,
+        pack.members,
+        dtype=get_model_config(model).params_dtype,
+    )
     out: Tensor = model(put(pack.input_ids), position_ids, None, packed_seq_params=packed, output_processor=head)
     return out
 

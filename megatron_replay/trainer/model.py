@@ -29,7 +29,7 @@ from megatron_replay.weight_sync.model_shape import ModelShape, layout_problems
 def build_model(shape: ModelShape, options: ModelOptions, groups: ParallelGroups, max_sequence_length: int) -> GPTModel:
     """The GPTModel stage of this rank, weights not yet loaded."""
     _check_layout(shape, options, groups)
-    impl = resolve_impl(options.transformer_impl)
+    impl = resolve_impl(options.transformer_impl, options.dtype)
     config = transformer_config(shape, options, groups, impl)
     return GPTModel(
         config=config,
@@ -85,8 +85,12 @@ def transformer_config(
     )
 
 
-def resolve_impl(requested: str) -> str:
-    """`local` or `transformer_engine`; `auto` is Transformer Engine on CUDA where it is installed."""
+def resolve_impl(requested: str, dtype: torch.dtype) -> str:
+    """`local` or `transformer_engine`; `auto` is Transformer Engine on CUDA where it is installed, but for float32.
+
+    Of Transformer Engine's attention backends the flash and fused ones have no float32, and the unfused one is turned
+    off for packs ("thd").
+    """
     require_choice("--transformer-impl", requested, get_args(TransformerImpl))
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
@@ -96,7 +100,9 @@ def resolve_impl(requested: str) -> str:
             "--transformer-impl must be local or auto here, got 'transformer_engine': "
             + ("there is no CUDA device" if HAVE_TE else "transformer-engine is not installed")
         )
-    return "transformer_engine" if usable and requested != "local" else "local"
+    if requested == "auto":
+        return "transformer_engine" if usable and dtype != torch.float32 else "local"
+    return requested
 
 
 def block_spec(config: TransformerConfig, impl: str, pipeline_rank: int) -> TransformerBlockSubmodules | ModuleSpec:

@@ -86,7 +86,7 @@ def packed_inputs() -> dict[str, Any]:
         "input_ids": torch.tensor([[t for s in sequences() for t in s]]),
         "position_ids": position_ids[None],
         "attention_mask": None,
-        "packed_seq_params": PackedSequences.build(cu_seqlens, position_ids, int(lengths.max())),
+        "packed_seq_params": PackedSequences.build(cu_seqlens, position_ids, int(lengths.max()), dtype=torch.float32),
         "runtime_gather_output": True,
     }
 

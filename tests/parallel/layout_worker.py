@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# gloo processes on the CPU, also where there is a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # for the layouts whose name ends in triton; decided on when triton is imported
 os.environ["TRITON_INTERPRET"] = "1"
 
