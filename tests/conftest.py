@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,25 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# float32 is compared as float32, also where NVIDIA's images turn TF32 on
+torch.set_float32_matmul_precision("highest")
 
-# without a GPU the Triton kernels run in its interpreter, which triton decides on when it is imported
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    import tests.triton_interpreter  # noqa: F401
+
+def asks_for_gpus(expression: str) -> bool:
+    """Whether the expression of -m picks the tests of a GPU."""
+    return re.search(r"(?<!\bnot )\bgpu\b", expression) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are for `-m gpu`. All else compares float32 with results of a CPU, or starts more processes than there are
+    GPUs, and runs on the CPU on every machine."""
+    if not asks_for_gpus(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # without a GPU the Triton kernels run in its interpreter, which triton decides on when it is imported
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        import tests.triton_interpreter  # noqa: F401
 
 
 @pytest.fixture
@@ -50,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernel tests are GPU tests where there is a GPU. Files with slow tests come first, not last."""
+    """The kernel tests are GPU tests where there is a GPU in view. Files with slow tests come first, not last."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import asks_for_gpus
 from tests.launch import ROOT
 from tools.run_steps import Step, parse
 
@@ -51,6 +52,17 @@ def run_steps(folder: Path, text: str) -> tuple[int, dict]:
     assert done.stderr == ""
     assert [p.name for p in folder.glob(".out*")] == []
     return done.returncode, json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [("gpu", True), ("gpu and not slow", True), ("not slow and gpu", True), ("", False), ("not slow", False),
+     ("not gpu", False), ("slow and not gpu", False)],
+)  # fmt: skip
+def test_a_gpu_is_seen_by_those_who_ask_for_it(pytestconfig: pytest.Config, expression: str, expected: bool) -> None:
+    assert asks_for_gpus(expression) is expected
+    if not asks_for_gpus(pytestconfig.option.markexpr):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
 
 
 def test_it_is_valid_bash_and_executable() -> None:

@@ -57,6 +57,11 @@ def evaluate(request: pytest.FixtureRequest, device: torch.device) -> Evaluate:
     return run
 
 
+def any_order(summary: dict[str, float]) -> Any:
+    """float64 sums that a GPU's atomics add up in an order of their own."""
+    return pytest.approx(summary, rel=1e-12)
+
+
 def evaluate_naive(case: LossCase) -> tuple[Tensor, Tensor, Tensor]:
     case = replace(case.double())
     case.policy_logprobs = case.policy_logprobs.clone().requires_grad_()
@@ -211,7 +216,7 @@ def test_masked_places_do_not_matter(evaluate: Evaluate, garbage: float, name: s
     poisoned = evaluate(case)
     for x, y in zip(clean[:3], poisoned[:3], strict=True):
         assert x is y is None or torch.equal(x, y)
-    assert clean[3] == poisoned[3]
+    assert poisoned[3] == any_order(clean[3])
     assert (poisoned[1][~case.loss_mask] == 0).all()
 
 
@@ -248,7 +253,7 @@ def test_tokens_past_the_last_rollout_are_padding(evaluate: Evaluate) -> None:
     case.loss_mask = torch.cat([case.loss_mask, torch.zeros(3, dtype=torch.bool)])
     got = evaluate(case)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], torch.cat([want[1], torch.zeros(3)]))
-    assert got[3] == want[3]
+    assert got[3] == any_order(want[3])
 
 
 @pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "triton"])

@@ -154,7 +154,9 @@ def test_a_buffer_on_a_device_is_the_host_s(with_replacement: bool) -> None:
         assert same(found.batch.to("cpu"), expected.batch)
         for b in (host, device):
             b.push(fresh)
-        assert device.metrics(step) == host.metrics(step)
+        # a device adds float64 up in another order
+        near = {"replay/priority_mean": pytest.approx(host.metrics(step)["replay/priority_mean"], rel=1e-12)}
+        assert device.metrics(step) == host.metrics(step) | near
     saved = device.state_dict()
     assert all(torch.equal(x, saved[name]) for name, x in host.state_dict().items())
     again = new("cuda")

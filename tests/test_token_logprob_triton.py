@@ -124,8 +124,9 @@ def test_rows_beyond_two_to_the_31(device: torch.device) -> None:
     far, near = (
         merge_partials(kernels.token_logprob_forward(x, target, **settings)[None], 1.0) for x in (logits, kept)
     )
+    # strides that 16 divides, and others, lay the words out differently over the threads that add them up
     for x, y in zip(far, near, strict=True):
-        assert torch.equal(x, y)
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
     grads = [kernels.token_logprob_backward(x, target, near, g, None, **settings, out=x) for x in (logits, kept)]
     assert torch.equal(*grads)
     assert_not_trivial(grads[0], 0.1)
