@@ -14,7 +14,7 @@ from megatron_replay.trainer.attention import PackedSequences, SdpaCoreAttention
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "expected"),
+    ("device_type", "dtype", "expected"),
     [
         ("cuda", torch.bfloat16, True),
         ("cuda", torch.float16, True),
@@ -25,9 +25,9 @@ from megatron_replay.trainer.attention import PackedSequences, SdpaCoreAttention
     ],
 )
 def test_the_variable_length_kernel_is_for_half_precision_on_cuda(
-    device: str, dtype: torch.dtype, expected: bool
+    device_type: str, dtype: torch.dtype, expected: bool
 ) -> None:
-    assert has_varlen_kernel(device, dtype) is expected
+    assert has_varlen_kernel(device_type, dtype) is expected
 
 
 def build(dtype: torch.dtype, members: torch.Tensor | None = None) -> PackedSequences:
