@@ -288,7 +288,7 @@ def test_the_push_is_that_of_the_transfer_plan() -> None:
         weights = ShardedWeights(shape, padded, tensors, tensor_rank=rank, tensor_size=4)
         entries.append(local_entries(weights, stage * 4 + rank))
         sent.append(sent_bytes(shapes, shape, 2, first_rank=rank == 0))
-    plan = make_transfer_plan(entries, padded, job.bucket_bytes)
+    plan = make_transfer_plan(entries, shape, padded, job.bucket_bytes)
     assert pushed_bytes(shape, layout, job) == plan.nbytes == sum(sent)
     memory = plan_of(shape, layout, "--bf16", "--rl-engine", "vllm-server").stages
     for stage, held in enumerate(memory):
