@@ -31,6 +31,7 @@ cpu.install()  # before the first model: megatron-core on a machine without CUDA
 
 from megatron_replay import arguments
 from megatron_replay.algorithm import replay_grpo
+from megatron_replay.arena_size import arena_tokens
 from megatron_replay.config import GrpoConfig
 from megatron_replay.ops import backend as backends
 from megatron_replay.planning.hardware import Hardware
@@ -112,7 +113,7 @@ def train(args: argparse.Namespace, config: GrpoConfig, groups: ParallelGroups, 
     buffer = RolloutReplayBuffer(
         config.replay,
         seed=config.seed,
-        arena_tokens=arguments.arena_tokens(args, config, data.size),
+        arena_tokens=arena_tokens(config, args.seq_length, data.size),
         group=data,
         device=buffer_device,
     )

@@ -26,7 +26,6 @@ from megatron_replay.config import (
 )
 from megatron_replay.importance import ImportanceOptions
 from megatron_replay.ops.grpo_loss import GrpoLossOptions
-from megatron_replay.replay_buffer import MOST_TOKENS
 from megatron_replay.tasks.grader_pool import GraderOptions
 
 C = TypeVar("C")
@@ -349,20 +348,6 @@ def vllm_config(args: argparse.Namespace) -> VllmConfig:
 
 def grader_options(args: argparse.Namespace) -> GraderOptions:
     return _build(GraderOptions, args)
-
-
-def arena_tokens(args: argparse.Namespace, config: GrpoConfig, shards: int) -> int:
-    """Tokens of one shard's arena: every rollout that it can hold at once, at full length."""
-    if not config.replay.enabled:
-        return 1
-    alive = (config.replay.tau_max + 1) * config.prompts_per_step * config.group_size
-    tokens: int = min(config.replay.capacity, -(-alive // shards)) * args.seq_length
-    if tokens > MOST_TOKENS:
-        raise ValueError(
-            f"--rl-replay-capacity {config.replay.capacity} must leave a rank fewer than 2^31 tokens of "
-            f"--seq-length {args.seq_length}, got {tokens}"
-        )
-    return tokens
 
 
 def kernel_backend(args: argparse.Namespace) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_replay import arguments
+from megatron_replay.arena_size import arena_tokens
 from megatron_replay.planning.layout import Layout
 
 EngineKind = Literal["embedded", "vllm-server", "vllm-colocated"]
@@ -88,7 +89,7 @@ def workload(
         mean_prompt_length=mean_prompt_length or args.seq_length - response,
         mean_response_length=mean_response_length or response,
         capacity=replay.capacity,
-        arena_tokens=arguments.arena_tokens(args, config, layout.data),
+        arena_tokens=arena_tokens(config, args.seq_length, layout.data),
         dtype=model.dtype,
         distributed_optimizer=args.use_distributed_optimizer,
         sequence_parallel=model.sequence_parallel,
