@@ -6,8 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from megatron_replay.arguments import grpo_config, parse_args
 from tests.launch import ROOT, environment
+from tests.processes import alive, gone, wait_for
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -202,27 +201,12 @@ def test_trials_end_with_the_program_that_started_them(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", words, tmp_path / "pids"], env=environment() | {"PYTHONPATH": path}
     )
-    pids = wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().split())
+    said = wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text(), 60)
+    pids = [int(pid) for pid in said.split()]
     assert len(pids) == 2 and all(map(alive, pids))
     parent.terminate()
     parent.wait()
-    wait_for(lambda: not any(map(alive, pids)))
-
-
-def alive(pid: str) -> bool:
-    """A zombie is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
+    wait_for(lambda: gone(pids), 60)
 
 
 def ablation(*args: object) -> subprocess.CompletedProcess[str]:

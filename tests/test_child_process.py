@@ -16,6 +16,7 @@ import pytest
 
 from megatron_replay.engines import child_process
 from megatron_replay.engines.child_process import ChildProcess, clean_environment, free_port, reserve_port
+from tests.processes import gone, wait_for
 
 pytestmark = pytest.mark.slow
 SHARED_MEMORY = Path("/dev/shm")
@@ -34,18 +35,6 @@ time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
 print("ready", os.getpid(), child.pid, orphan, segment.name, flush=True)
 time.sleep(600)
 """
-
-
-def wait_for(what: Callable[[], object], seconds: float = 10) -> object:
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value
-
-
-def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
 def tree(log: Path) -> tuple[list[int], Path]:

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_replay.tasks.grader_pool import Grade, GraderOptions, GraderPool
+from tests.processes import alive, gone, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 3.0
@@ -39,20 +39,6 @@ def item(response: str, answer: str = "a") -> dict[str, Any]:
 
 def grades(pool: GraderPool, *responses: str) -> list[Grade]:
     return pool.grade([item(r) for r in responses])
-
-
-def alive(pid: float) -> bool:
-    try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until_gone(pid: float) -> None:
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid)
 
 
 def test_values_come_back_in_order(pool: GraderPool) -> None:
@@ -78,9 +64,8 @@ def test_a_hanging_grader_is_killed_and_the_others_are_judged(pool: GraderPool) 
     assert time.monotonic() - began >= TIMEOUT
     after = {g.value for g in grades(pool, *["pid"] * 8)}
     assert len(before - after) == len(before)
-    for pid in before:
-        assert pid is not None
-        wait_until_gone(pid)
+    assert None not in before
+    wait_for(lambda: gone(pid for pid in before if pid is not None))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +121,7 @@ def test_what_a_hung_grader_started_ends_with_it(pool: GraderPool) -> None:
         (child,) = grades(alone, "child")
         assert child.value is not None and alive(child.value)
         grades(alone, "die 1")
-        wait_until_gone(child.value)
+        wait_for(lambda: gone([child.value]))
 
 
 def test_close_leaves_no_process() -> None:
@@ -167,8 +152,7 @@ for pool, order in zip(pools, ("none", "hang", "compute")):
     assert len(graders) == 3 and all(map(alive, graders))
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    for pid in graders:
-        wait_until_gone(pid)
+    wait_for(lambda: gone(graders))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ torch.distributed.checkpoint reads its index, `.metadata`, by pickle, and object
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron_replay.environment_variable import environment_variable
 
 # all that an index of tensors is made of
 ALLOWED: dict[str, frozenset[str]] = {
@@ -57,12 +58,5 @@ def nothing_is_run(folder: Path) -> Iterator[None]:
     except Exception as error:
         # a damaged pickle may raise anything
         raise ValueError(f"--load {index} is no index of tensors: {type(error).__name__}: {error}") from error
-    before = os.environ.get(WEIGHTS_ONLY)
-    os.environ[WEIGHTS_ONLY] = "1"
-    try:
+    with environment_variable(WEIGHTS_ONLY, "1"):
         yield
-    finally:
-        if before is None:
-            del os.environ[WEIGHTS_ONLY]
-        else:
-            os.environ[WEIGHTS_ONLY] = before

@@ -6,14 +6,13 @@ What torch does to a process whose group fails was read in its ProcessGroupNCCL.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_replay.environment_variable import environment_variable
 from megatron_replay.weight_sync.error import PlanRefusedError
 
 ERROR_HANDLING, DUMP = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
@@ -39,7 +38,7 @@ def nccl_group(store: dist.Store, rank: int, world: int, limit: timedelta) -> An
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * limit + MARGIN
     # a group reads it when it is made
-    with _set(ERROR_HANDLING, "0"):
+    with environment_variable(ERROR_HANDLING, "0"):
         return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
@@ -56,16 +55,3 @@ def check_same_nccl(theirs: list[int]) -> None:
             f"transport nccl needs one version of NCCL: the trainer has {trainer}, the engine {engine}; "
             "--rl-vllm-transport gloo does without"
         )
-
-
-@contextmanager
-def _set(variable: str, value: str) -> Iterator[None]:
-    before = os.environ.get(variable)
-    os.environ[variable] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
